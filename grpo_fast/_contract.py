@@ -1,0 +1,190 @@
+"""The contract every backend fulfils: what goes in, what comes out, to the formula.
+
+``_numpy``, ``_numba`` and the compiled ``_native`` implement the functions listed at the end of
+this module under the same names. The public functions turn options into a :class:`Plan` and
+arrays into a :class:`Batch`; backends see nothing else, raise nothing and know no option names.
+
+The loss of one batch is the sum over completions i, with weight w_i, and over their tokens t::
+
+    L      = sum_i w_i sum_t m_t ( c_t f(lam_t, logp_t, old_logp_t, A_t) + beta rho_t kl(ref_logp_t - logp_t) )
+    grad_t = dL / dlogp_t
+
+*Log-ratio.* x_t = logp_t - old_logp_t, or 0 where there is no ``old_logp``.
+
+*Level.* ``pre`` is applied to every x_t (``PRE_CLAMP``: into [pre_lo, pre_hi], slope 0 outside and
+1 inside, ends included; ``PRE_SIGN_CLIP``: min(x, clip(x)) for A_t > 0, max(x, clip(x)) otherwise,
+slope 1 where x itself is taken, ties included). At the token level lam_t = pre(x_t). At both
+sequence levels the counted tokens are reduced to one lam_i = sum_t m_t pre(x_t), divided by
+n_i = max(sum_t m_t, 1) for ``REDUCE_MEAN``. Then the offset of ``USE_LOG_OFFSET`` is added, then lam
+is clamped into [lam_lo, lam_hi] (slope 0 outside, 1 inside, ends included).
+
+*Backward of the level*, with pre'_t and clamp' the slopes just named, rho' = rho if
+``rho == RHO_RATIO`` else 0, and d/dlam, d/dlogp the two slopes of the surrogate::
+
+    token, sequence_token   grad_t = w_i m_t ( c_t (pre'_t clamp' df/dlam + df/dlogp) + K_t )
+    sequence                grad_t = w_i m_t ( c_t df/dlogp + K_t + pre'_t clamp' H_i / n_i )
+                            H_i = sum_t m_t c_t df/dlam,   n_i = 1 for REDUCE_SUM
+
+*KL.* d_t = ref_logp_t - logp_t; value k_t and slope k'_t = dk/dlogp_t. ``kl_clamp_in`` holds d in
++-that for the value, with slope 0 outside (ends inside); then ``kl_clamp_out`` holds the value in
++-that, with slope 0 outside. ``kl_straight_through``: the value stays, the slope is -d_t, unclamped.
+rho_t is 1 (``RHO_NONE``) or the plain ratio at ``rho_level``: exp(x_t) for token, exp(mean of the
+counted x_t) for the sequence levels, never clamped or clipped. Its part of the gradient::
+
+    rho_level token, sequence_token   K_t = beta (rho_t k'_t + rho'_t k_t)
+    rho_level sequence                K_t = beta (rho_i k'_t + (1/n_i) sum_s m_s rho'_i k_s),   n_i the mean's
+
+*Weights.* ``USE_MULTIPLY``: c_t is the token weight (1 where there is none). ``USE_LOG_OFFSET``
+(sequence levels): c_t = 1 and the reduced lam_i gets sum_t m_t clamp(log weight_t, lam_lo, lam_hi).
+``USE_GEOMETRIC_MEAN`` (sequence levels): c_t = exp(sum_t m_t log(weight_t + 1e-10) / n_i), n_i the mean's.
+
+*exp.* Every exp argument is held in [-exp_bound, exp_bound]; beyond it value and slope are those
+at the bound (so exp keeps its slope exp(bound); this is saturation, not a clamp). k3 and the
+``approx_kl`` column, exp(d) - 1 - d, take d unsaturated in their linear term.
+
+*Mask.* Slots with mask 0 are selected away, never multiplied: whatever they hold is not read into
+anything, and their gradient is 0. An absent mask counts every token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+LEVEL_TOKEN, LEVEL_SEQUENCE, LEVEL_SEQUENCE_TOKEN = 0, 1, 2
+REDUCE_MEAN, REDUCE_SUM = 0, 1
+PRE_IDENTITY, PRE_CLAMP, PRE_SIGN_CLIP = 0, 1, 2
+USE_MULTIPLY, USE_LOG_OFFSET, USE_GEOMETRIC_MEAN = 0, 1, 2
+RHO_NONE, RHO_RATIO, RHO_RATIO_DETACHED = 0, 1, 2
+KL_NONE = 0
+
+#: Where exp saturates, by compute dtype. Squares and products of saturated ratios stay finite in
+#: float64, in which anything this large is summed.
+EXP_BOUND = {np.dtype(np.float32): 87.0, np.dtype(np.float64): 300.0}
+
+#: Columns of ``stats``, one row per completion, sums over its counted tokens unless said otherwise.
+#: At the sequence levels the ratio is one number per completion: ``log_ratio``, ``approx_kl`` and
+#: ``ratio_sq`` are then that one number (0 without counted tokens) and the clip columns the share
+#: of counted tokens that are clipped.
+STATS = (
+    "surrogate",  # c_t f
+    "kl",  # rho_t k_t
+    "log_ratio",  # lam_t
+    "approx_kl",  # exp(lam_t) - 1 - lam_t
+    "ratio_sq",  # exp(2 lam_t)
+    "clip_low",  # A_t < 0 and exp(lam_t) < the surrogate's lower bound
+    "clip_high",  # A_t > 0 and exp(lam_t) > the surrogate's upper bound for A > 0
+    "log_ratio_min",  # min of lam_t, +inf without counted tokens
+    "log_ratio_max",  # max of lam_t, -inf without counted tokens
+    "non_finite",  # counted tokens with a log-prob, token advantage or weight that is NaN or inf;
+)  # where it is not 0, the other columns and the gradient of the completion mean nothing
+
+
+class Plan(NamedTuple):
+    """What to compute: numbers only, resolved from the tables and the options."""
+
+    surrogate: int
+    p0: float = 0.0  # the surrogate's parameters, in the order its row in the table gives
+    p1: float = 0.0
+    p2: float = 0.0
+    p3: float = 0.0
+    clip_lo: float = -np.inf  # bounds that the clip columns of the statistics count against
+    clip_hi: float = np.inf
+    level: int = LEVEL_TOKEN
+    reduce: int = REDUCE_MEAN
+    pre: int = PRE_IDENTITY
+    pre_lo: float = -np.inf
+    pre_hi: float = np.inf
+    lam_lo: float = -np.inf
+    lam_hi: float = np.inf
+    weight_use: int = USE_MULTIPLY
+    kl: int = KL_NONE
+    kl_straight_through: int = 0
+    kl_clamp_in: float = np.inf
+    kl_clamp_out: float = np.inf
+    beta: float = 0.0
+    rho: int = RHO_NONE
+    rho_level: int = LEVEL_TOKEN
+    exp_bound: float = EXP_BOUND[np.dtype(np.float64)]
+
+
+Real = npt.NDArray[np.floating]
+Double = npt.NDArray[np.float64]
+Int = npt.NDArray[np.int64]
+
+
+class Batch(NamedTuple):
+    """The arrays, validated: C-contiguous, native byte order, lengths agree, ranges inside the buffer.
+
+    Completion i owns the slots ``start[i] <= t < stop[i]`` of every token array; ranges may lie in
+    any order and leave gaps, but do not overlap. Token arrays are float32 or float64, each its own.
+    The advantage of a token is the sum of what is given: ``advantages[i]`` + the value of its step
+    (``step_advantages[j]`` of the first step j of i with ``step_ends[j] >= t - start[i]``; none: 0)
+    + ``token_advantages[t]``.
+    """
+
+    start: Int  # (n_completions,)
+    stop: Int  # (n_completions,)
+    logp: Real  # (n_tokens,)
+    old_logp: Real | None
+    ref_logp: Real | None  # None exactly when plan.kl is KL_NONE
+    mask: npt.NDArray[np.uint8] | None  # (n_tokens,), any non-zero byte counts
+    token_weight: Real | None  # (n_tokens,)
+    completion_weight: Double | None  # (n_completions,); multiplies with token_weight where both
+    advantages: Double | None  # (n_completions,)
+    step_advantages: Double | None  # (n_steps,)
+    step_offsets: Int | None  # (n_completions + 1,)
+    step_ends: Int | None  # (n_steps,), inclusive, within the completion
+    token_advantages: Real | None  # (n_tokens,)
+    weights: Double  # (n_completions,) w_i
+
+
+BASELINE_MEAN, BASELINE_LEAVE_ONE_OUT, BASELINE_NONE = 0, 1, 2
+SCALE_GROUP, SCALE_BATCH, SCALE_NONE = 0, 1, 2
+SINGLETON_ZERO, SINGLETON_RAW = 0, 1
+
+
+class PoolPlan(NamedTuple):
+    """How :func:`standardize` treats each pool of values.
+
+    For the m values of a pool, summed in ascending order, in float64, mean first::
+
+        b = mean | (sum - own) / (m - 1) | 0          s = std(ddof) + eps | batch_std + eps | 1
+        out = (value - b) / s
+
+    m = 1: 0 (``SINGLETON_ZERO``), or the value itself, divided by 1 + eps when scaled (``RAW``).
+    m > 1 with a mean or leave-one-out baseline and max - min <= 4 ULP, where one ULP is
+    ``ulp * 2**floor(log2(max(|min|, |max|)))``: exactly 0.0. A std (group's or batch's) of exactly 0
+    does not divide. ``ddof`` >= m: as a std of 0. ``batch_std`` comes from :func:`pool_std`.
+    """
+
+    baseline: int = BASELINE_MEAN
+    scale: int = SCALE_GROUP
+    ddof: int = 0
+    eps: float = 1e-8
+    singleton: int = SINGLETON_ZERO
+    batch_std: float = 0.0
+    ulp: float = 2.0**-52
+
+
+# Each backend module defines, with these names and signatures:
+#
+# policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int) -> None
+#     Fills stats (n_completions, len(STATS)) and, where not None, grad in the slots of the
+#     completions (other slots are the caller's). grad is float32 or float64; values beyond the
+#     largest finite number of its dtype are stored as that number. Arithmetic is that of
+#     logp's dtype or wider, sums are float64.
+# count_tokens(mask, start, stop) -> Int
+#     Counted tokens of each completion.
+# sum_columns(table: Double) -> Double
+#     The exact sum of every column, rounded once: independent of the order of rows.
+# standardize(values: Double, order: Int, offsets: Int, plan: PoolPlan, out: Double) -> None
+#     Pool g holds values[order[offsets[g]:offsets[g+1]]]; out is written in those places only.
+# pool_std(values: Double, ddof: int) -> float
+#     Standard deviation of all the values, as in PoolPlan; 0.0 where ddof >= their number.
+# expand_steps(step_values: Double, step_offsets: Int, step_ends: Int, start: Int, stop: Int,
+#              base: Double | None, tail_last: bool, out: Real) -> None
+#     out[t] = base[i] + the value of t's step; after the last step: base[i], plus the last step's
+#     value where tail_last. Slots of no completion are the caller's.

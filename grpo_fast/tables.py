@@ -1,0 +1,205 @@
+"""Every name the library knows, as rows. Tests, benches and reference pages iterate over these.
+
+To add a surrogate: one row here, its formula in ``src/formulas.h`` (and the switch there), in
+``_numba.py`` and in ``_numpy.py``. To add a method made of known parts: one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from . import _contract as c
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a surrogate makes of its options: kernel parameters, and the bounds clip metrics count."""
+
+    params: tuple[float, ...] = ()
+    clip_lo: float = -inf
+    clip_hi: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """A formula f(lam, logp, old_logp, A) with its slopes; r = exp(lam)."""
+
+    id: int
+    formula: str
+    options: tuple[str, ...]  # keywords of grpo_loss it takes, passed to ``bounds``
+    bounds: Callable[..., Bounds]
+    source: str
+
+
+def _clip(epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None,
+          dual_clip: float | None = None) -> Bounds:
+    # -min(min(r, delta) A, clip(r) A) and the dual clip both come down to three bounds on r:
+    # from above for A > 0, and from both sides for A < 0.
+    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    cap_positive = high if delta is None else min(delta, high)
+    cap_negative = inf if delta is None else max(delta, high)
+    if dual_clip is not None:
+        cap_negative = dual_clip
+    return Bounds((low, cap_positive, cap_negative), low, cap_positive)
+
+
+def _cispo(epsilon: float | None = None, epsilon_high: float | None = None, cispo_bound: str = "relative") -> Bounds:
+    low, high = {
+        "relative": lambda: (1 - (0.2 if epsilon is None else epsilon),
+                             1 + (epsilon_high if epsilon_high is not None else 0.2 if epsilon is None else epsilon)),
+        "cap": lambda: (0.0, 5.0 if epsilon_high is None else epsilon_high),
+        "absolute": lambda: (0.0 if epsilon is None else epsilon, inf if epsilon_high is None else epsilon_high),
+    }[cispo_bound]()
+    return Bounds((low, high), low, high)
+
+
+def _sapo(sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05) -> Bounds:
+    return Bounds((sapo_temperature_pos, sapo_temperature_neg))
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "clip": Surrogate(
+        0, "-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)",
+        ("epsilon", "epsilon_high", "delta", "dual_clip"), _clip,
+        "arXiv:1707.06347 eq. 7; delta: TRL 1.16.0 GRPOTrainer._compute_loss; dual_clip: arXiv:1912.09729"),
+    "cispo": Surrogate(
+        1, "-stop_gradient(clip(r, low, high)) A logp",
+        ("epsilon", "epsilon_high", "cispo_bound"), _cispo, "arXiv:2506.13585"),
+    "sapo": Surrogate(
+        2, "-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A",
+        ("sapo_temperature_pos", "sapo_temperature_neg"), _sapo, "arXiv:2511.20347"),
+    "gpg": Surrogate(3, "-A logp", (), Bounds, "arXiv:2504.02546"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KL:
+    """A KL estimator of d = ref_logp - logp, per token."""
+
+    id: int
+    formula: str
+    slope: str
+    source: str
+
+
+_SCHULMAN = "J. Schulman, Approximating KL divergence (2020)"
+KL_ESTIMATORS: dict[str, KL] = {
+    "k1": KL(1, "-d", "1", _SCHULMAN),
+    "k2": KL(2, "d^2 / 2", "-d", _SCHULMAN),
+    "k3": KL(3, "exp(d) - d - 1", "1 - exp(d)", f"{_SCHULMAN}; arXiv:2402.03300 eq. 4"),
+    "abs": KL(4, "|d|", "-sign(d)", "verl 0.9.1 core_algos.kl_penalty"),
+}
+KL_RATIO_FACTORS = {"none": c.RHO_NONE, "ratio": c.RHO_RATIO, "ratio_detached": c.RHO_RATIO_DETACHED}
+
+LEVELS = {"token": c.LEVEL_TOKEN, "sequence": c.LEVEL_SEQUENCE, "sequence_token": c.LEVEL_SEQUENCE_TOKEN}
+CISPO_BOUNDS = ("relative", "cap", "absolute")
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """How token losses become one number; ``weights.py`` holds the function of the same name."""
+
+    formula: str
+    denominators: tuple[str, ...]  # keywords of grpo_loss it takes
+    source: str
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": Aggregation("sum of all / num_items_in_batch", ("num_items_in_batch", "num_processes"), "arXiv:2503.14476"),
+    "token-sum": Aggregation("sum of all", (), "verl 0.9.1 core_algos.agg_loss"),
+    "seq-mean-token-mean": Aggregation("mean over sequences of token means", ("num_sequences",), "arXiv:2402.03300 eq. 3"),
+    "seq-mean-token-sum": Aggregation("mean over sequences of token sums", ("num_sequences",), "verl 0.9.1 core_algos.agg_loss"),
+    "seq-mean-token-sum-norm": Aggregation(
+        "mean over sequences of token sums / a constant length",
+        ("num_sequences", "loss_scale_factor", "max_completion_length"), "arXiv:2503.20783"),
+    "prompt-mean": Aggregation("mean over prompts of token means", ("num_groups",), "SkyRL; verl-project/verl#2776"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A ``loss_type``: surrogate, level and aggregation together, with what the level does to x."""
+
+    surrogate: str
+    aggregation: str
+    source: str
+    levels: tuple[str, ...] = ("token", "sequence", "sequence_token")  # allowed; the first is the default
+    denominators: tuple[str, ...] | None = None  # where fewer than the aggregation's
+    plan: dict[str, Any] = field(default_factory=dict)  # Plan fields the method fixes
+
+
+METHODS: dict[str, Method] = {
+    "grpo": Method("clip", "seq-mean-token-mean", "arXiv:2402.03300 eq. 3"),
+    "bnpo": Method("clip", "token-mean", "TRL 1.16.0 loss_type='bnpo'", denominators=()),
+    "dapo": Method("clip", "token-mean", "arXiv:2503.14476"),
+    "dr_grpo": Method("clip", "seq-mean-token-sum-norm", "arXiv:2503.20783",
+                      denominators=("num_sequences", "max_completion_length")),
+    "gspo": Method("clip", "seq-mean-token-mean", "arXiv:2507.18071", levels=("sequence",)),
+    "gspo_token": Method("clip", "seq-mean-token-mean", "arXiv:2507.18071 section 4.3", levels=("sequence_token",)),
+    "cispo": Method("cispo", "token-mean", "arXiv:2506.13585"),
+    "sapo": Method("sapo", "seq-mean-token-mean", "arXiv:2511.20347"),
+    "gpg": Method("gpg", "token-mean", "arXiv:2504.02546"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A row that is a name, its kernel number and its formula."""
+
+    id: int
+    formula: str
+    source: str
+
+
+BASELINES: dict[str, Named] = {
+    "mean": Named(c.BASELINE_MEAN, "mean of the group", "arXiv:2402.03300 section 4.1.2"),
+    "leave_one_out": Named(c.BASELINE_LEAVE_ONE_OUT, "mean of the others in the group", "arXiv:2402.14740"),
+    "none": Named(c.BASELINE_NONE, "0", "the reward itself"),
+}
+SCALES: dict[str, Named] = {
+    "group": Named(c.SCALE_GROUP, "std of the group + eps", "arXiv:2402.03300 section 4.1.2"),
+    "batch": Named(c.SCALE_BATCH, "std of the batch + eps", "arXiv:2508.08221; TRL 1.16.0 scale_rewards='batch'"),
+    "none": Named(c.SCALE_NONE, "1", "arXiv:2503.20783"),
+}
+SINGLETONS = {"zero": c.SINGLETON_ZERO, "raw": c.SINGLETON_RAW, "error": None}
+NAN_POLICIES = ("error", "exclude")
+ADVANTAGE_LEVELS = ("completion", "step", "token")
+WEIGHT_LEVELS = ("token", "completion")
+
+STEP_FORMS = {
+    "increment": "the step's own reward",
+    "cumulative_sum": "running sum of the step rewards",
+    "prefix_value": "difference of the values of consecutive prefixes",
+}
+POOLS = {
+    "group": "all steps of all completions of a group",
+    "completion": "the steps of one completion",
+    "batch": "all steps",
+    "step_index": "the n-th steps of the completions of a group",
+    "none": "not normalised",
+}
+TAILS = {"zero": "0", "last": "the last step's advantage"}
+CREDITS = {
+    "to_go": "sum over the token's own and later steps",
+    "step": "the token's own step",
+    "min": "softmax(-R / temperature) R, then to_go",
+}
+
+#: Columns of ``metrics``, in the order they are reported.
+METRICS: dict[str, str] = {
+    "tokens": "counted tokens",
+    "policy_loss": "the loss without its KL term",
+    "kl": "mean over tokens of the KL term, ratio factor included, before beta",
+    "approx_kl": "mean of (r - 1) - log r",
+    "ppo_kl": "mean of -log r",
+    "clip_ratio/low_mean": "share with A < 0 and r below the lower bound",
+    "clip_ratio/high_mean": "share with A > 0 and r above the upper bound",
+    "clip_ratio/region_mean": "share of both",
+    "ratio/mean": "mean of r",
+    "ratio/min": "smallest r",
+    "ratio/max": "largest r",
+    "ess": "effective sample size, (sum r)^2 / sum r^2 / n",
+}

@@ -66,9 +66,8 @@ def main() -> None:
         coefficients = fit(degree, bits)
         error = relative_error(coefficients)
         hi = rounded(mp.ln(2), hi_bits)
-        print(
-            f"{name}: degree {degree}, relative error of q {mp.nstr(error, 3)} = {mp.nstr(error * 2 ** (bits - 1), 3)} ULP"
-        )
+        ulp = error * 2 ** (bits - 1)
+        print(f"{name}: degree {degree}, relative error of q {mp.nstr(error, 3)}, {mp.nstr(ulp, 3)} ULP")
         show("magic", mp.mpf(magic), single)
         show("log2e", rounded(1 / mp.ln(2), bits), single)
         show("ln2_hi", hi, single)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
+import sys
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 from ._validate import one_of
 
-#: In order of preference. Missing Numba is looked up, not imported, until it is needed.
+#: In order of preference; nothing is imported before a backend is needed.
 _MODULES = {"cython": "_native", "numba": "_numba", "numpy": "_numpy"}
 NAMES = tuple(_MODULES)
+_WAY_OUT = {
+    "cython": "the compiled extension was not built or does not load; reinstall with a C compiler present",
+    "numba": "numba does not import; pip install 'grpo-fast[numba]'",
+    "numpy": "NumPy does not import",
+}
 
 _chosen: str | None = None
 
@@ -25,13 +29,10 @@ class BackendUnavailable(ImportError):
 @lru_cache(maxsize=None)
 def why_not(name: str) -> str | None:
     """None where the backend can run, else the reason in one sentence."""
-    if name == "cython":
-        try:
-            importlib.import_module("grpo_fast._native")
-        except ImportError as error:
-            return f"the compiled extension was not built or does not load ({error}); reinstall with a C compiler present"
-    if name == "numba" and importlib.util.find_spec("numba") is None:
-        return "numba is not installed; pip install 'grpo-fast[numba]'"
+    try:
+        importlib.import_module(f"grpo_fast.{_MODULES[name]}")
+    except ImportError as error:
+        return f"{_WAY_OUT[name]} ({error})"
     return None
 
 
@@ -65,9 +66,4 @@ def get(name: str | None = None) -> Any:
     reason = why_not(name)
     if reason is not None:
         raise BackendUnavailable(f"backend: {name!r} is not available: {reason}")
-    return _load(name)
-
-
-@lru_cache(maxsize=None)
-def _load(name: str) -> ModuleType:
-    return importlib.import_module(f"grpo_fast.{_MODULES[name]}")
+    return sys.modules[f"grpo_fast.{_MODULES[name]}"]

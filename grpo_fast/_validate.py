@@ -1,0 +1,217 @@
+"""All checks shared by the public functions, and the wording of their errors.
+
+Every sentence starts with the argument's name, says what was expected and what came, names the
+first bad index, and ends with a way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._contract import Double, Int
+
+_FLOAT_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+
+
+def one_of(name: str, value: Any, known: Iterable[str]) -> str:
+    """``value``, which must be one of the ``known`` names."""
+    names = list(known)
+    if isinstance(value, str) and value in names:
+        return value
+    close = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(f"{name}: unknown {value!r}; {hint}known are {', '.join(map(repr, names))}")
+
+
+def number(name: str, value: Any, *, least: float = -np.inf, above: float = -np.inf) -> float:
+    """``value`` as a float, finite, ``>= least`` and ``> above``."""
+    bound = f" > {above:g}" if above > -np.inf else f" >= {least:g}" if least > -np.inf else ""
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number{bound}, got {type(value).__name__}; pass a float") from None
+    if not np.isfinite(result) or result < least or result <= above:
+        raise ValueError(f"{name}: expected a finite number{bound}, got {value!r}; pass such a number")
+    return result
+
+
+def integer(name: str, value: Any, *, least: int) -> int:
+    """``value`` as an int ``>= least``."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an integer >= {least}, got {value!r}; pass an int")
+    if value < least:
+        raise ValueError(f"{name}: expected an integer >= {least}, got {value}; pass a larger one")
+    return int(value)
+
+
+def _as_array(name: str, values: Any) -> npt.NDArray[Any]:
+    if hasattr(values, "detach"):  # a torch tensor, possibly with a gradient, possibly bfloat16
+        values = values.detach()
+        if str(values.dtype) == "torch.bfloat16":
+            values = values.float()
+        values = values.cpu().numpy()
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise TypeError(f"{name}: expected an array, got {type(values).__name__} ({error}); pass one flat array") from None
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether this is one of the float dtypes the library takes."""
+    return dtype.name in _FLOAT_BITS
+
+
+def real(name: str, values: Any, *, ndim: int = 1) -> npt.NDArray[Any]:
+    """Any real dtype; bool and integers become float64, floats stay what they are."""
+    array = _as_array(name, values)
+    if array.size == 0 and array.dtype == object:
+        array = array.astype(np.float64)
+    if array.dtype.kind in "bui":
+        array = array.astype(np.float64)
+    if not is_float(array.dtype):
+        raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}; convert with .astype(np.float64)")
+    _check_ndim(name, array, ndim)
+    return array
+
+
+def log_probs(name: str, values: Any) -> npt.NDArray[Any]:
+    """A flat array of log-probabilities, float16, bfloat16, float32 or float64."""
+    array = _as_array(name, values)
+    if array.size == 0 and array.dtype.kind != "f":
+        array = array.astype(np.float64)
+    if not is_float(array.dtype):
+        raise TypeError(
+            f"{name}: expected float16, bfloat16, float32 or float64, got {array.dtype}; convert with .astype(np.float32)"
+        )
+    _check_ndim(name, array, 1)
+    return array
+
+
+def kernel_ready(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """C-contiguous, native byte order, float32 or float64 (16-bit widens); a view where it already is."""
+    dtype = np.float64 if array.dtype.name == "float64" else np.float32
+    return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _check_ndim(name: str, array: npt.NDArray[Any], ndim: int) -> None:
+    if array.ndim != ndim:
+        way = "flatten it with .ravel()" if ndim == 1 else "reshape it"
+        raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {array.shape}; {way}")
+
+
+def length(name: str, array: npt.NDArray[Any], expected: int, unit: str) -> None:
+    """``len(array) == expected``, one entry per ``unit``."""
+    if len(array) != expected:
+        raise ValueError(f"{name}: expected one entry per {unit} ({expected}), got {len(array)}; check which array is cut")
+
+
+def integers(name: str, values: Any) -> Int:
+    """A flat integer array as int64."""
+    array = _as_array(name, values)
+    if array.size == 0 and array.dtype.kind not in "iu":
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got dtype {array.dtype}; convert with .astype(np.int64)")
+    _check_ndim(name, array, 1)
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        at = int(np.argmax(array > np.iinfo(np.int64).max))
+        raise ValueError(f"{name}: {name}[{at}]={array[at]} does not fit int64; check how it was made")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def offsets(name: str, values: Any, buffer: int | None = None, buffer_name: str = "the buffer") -> Int:
+    """Non-decreasing offsets, at least one, from >= 0 up to at most ``buffer``."""
+    array = integers(name, values)
+    if len(array) == 0:
+        raise ValueError(f"{name}: expected n + 1 offsets, got none; an empty batch has the offsets [0]")
+    if array[0] < 0:
+        raise ValueError(f"{name}: must not be negative, but {name}[0]={array[0]}; offsets count from 0")
+    falls = array[1:] < array[:-1]
+    if falls.any():
+        at = int(np.argmax(falls)) + 1
+        raise ValueError(
+            f"{name}: must be non-decreasing, but {name}[{at}]={array[at]} < {name}[{at - 1}]={array[at - 1]}; "
+            f"build them with np.concatenate([[0], np.cumsum(lengths)])"
+        )
+    if buffer is not None and array[-1] > buffer:
+        at = int(np.argmax(array > buffer))
+        raise ValueError(
+            f"{name}: must stay inside {buffer_name} of length {buffer}, but {name}[{at}]={array[at]}; "
+            f"check that both come from the same batch"
+        )
+    return array
+
+
+def step_ends(ends: Int, step_offsets: Int, lengths: Int, name: str = "step_ends") -> None:
+    """Strictly increasing inside each completion, from >= 0 to < its length."""
+    first, last = step_offsets[0], step_offsets[-1]
+    owner = np.repeat(np.arange(len(lengths)), np.diff(step_offsets))
+    used = ends[first:last]
+    outside = (used < 0) | (used >= lengths[owner])
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise ValueError(
+            f"{name}: {name}[{first + at}]={used[at]} is outside completion {owner[at]} of length {lengths[owner[at]]}; "
+            f"a step's end is the index of its last token within the completion"
+        )
+    if len(used) > 1:
+        disorder = (owner[1:] == owner[:-1]) & (used[1:] <= used[:-1])
+        if disorder.any():
+            at = int(np.argmax(disorder)) + 1
+            raise ValueError(
+                f"{name}: must increase strictly inside a completion, but {name}[{first + at}]={used[at]} <= "
+                f"{name}[{first + at - 1}]={used[at - 1]} in completion {owner[at]}; sort or merge the steps"
+            )
+
+
+def mask(name: str, values: Any, expected: int) -> npt.NDArray[np.uint8]:
+    """A bool or 0/1 integer mask, one entry per token, as uint8 (a view where it already is)."""
+    array = _as_array(name, values)
+    if array.size == 0 and array.dtype.kind not in "bui":
+        array = array.astype(np.bool_)
+    _check_ndim(name, array, 1)
+    length(name, array, expected, "token")
+    if array.dtype.kind not in "bui":
+        raise TypeError(f"{name}: expected bool or 0/1 integers, got dtype {array.dtype}; convert with .astype(bool)")
+    if array.dtype.kind in "ui" and array.size and (array.min() < 0 or array.max() > 1):
+        at = int(np.argmax((array < 0) | (array > 1)))
+        raise ValueError(f"{name}: expected 0 or 1, but {name}[{at}]={array[at]}; pass labels as (labels != -100)")
+    return np.ascontiguousarray(array).astype(np.uint8, copy=False).view(np.uint8)
+
+
+def finite(name: str, array: npt.NDArray[Any], unit: str) -> None:
+    """No NaN and no infinity."""
+    good = np.isfinite(array)
+    if not good.all():
+        at = tuple(int(i) for i in np.argwhere(~good)[0])
+        index = ", ".join(map(str, at))
+        raise ValueError(f"{name}: {name}[{index}]={array[at]} is not finite; mask that {unit} or drop it")
+
+
+def narrow(array: Double, dtype: np.dtype[Any], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+    """``array`` in ``dtype``; what would overflow becomes the largest finite number."""
+    if dtype == np.float64:
+        result: npt.NDArray[Any] = array
+    else:
+        largest = float(_largest(dtype))
+        result = np.clip(array, -largest, largest).astype(dtype)
+    if out is None:
+        return result
+    out[...] = result
+    return out
+
+
+def _largest(dtype: np.dtype[Any]) -> float:
+    if dtype.name == "bfloat16":
+        return 3.3895313892515355e38
+    return float(np.finfo(dtype).max)
+
+
+def ulp(dtype: np.dtype[Any]) -> float:
+    """The spacing of numbers in [1, 2): two equal scores computed apart differ by a few of these."""
+    return {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}.get(dtype.name, 2.0**-52)

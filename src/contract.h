@@ -56,7 +56,7 @@ typedef struct {
     double weight;               /* w_i */
     double advantage;            /* its own, 0 where there is none */
     double surrogate_weight;     /* of the completion, and the geometric mean of its tokens' */
-    double lam, lam_slope;       /* sequence levels: the log-ratio, and the slope of its last clamp */
+    double lam, lam_slope, r;    /* sequence levels: the log-ratio, the slope of its last clamp, the ratio */
     double log_rho, rho;         /* where rho_level is a sequence level */
     double lam_share, rho_share; /* what the last pass adds to each counted gradient */
 } Shared;

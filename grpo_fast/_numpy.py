@@ -293,6 +293,8 @@ def _sum(values: Double) -> float:
 
 
 # ---- pools of values ---------------------------------------------------------------------------------
+# The contract sums in ascending order so that the order of rows cannot change a bit. Here sums are
+# exact and rounded once: no order can.
 
 
 def standardize(values: Double, order: Int, offsets: Int, plan: PoolPlan, out: Double) -> None:
@@ -325,14 +327,13 @@ def _equal(least: float, largest: float, ulp: float) -> bool:
 def _baseline(v: Double, baseline: int) -> Double | float:
     if baseline == c.BASELINE_NONE:
         return 0.0
-    total = _sum(np.sort(v))
+    total = _sum(v)
     return total / len(v) if baseline == c.BASELINE_MEAN else (total - v) / (len(v) - 1)
 
 
 def _std(v: Double, ddof: int) -> float:
-    """Two passes, each in ascending order of the values; of equal values exactly 0."""
-    v = np.sort(v)
-    if ddof >= len(v) or v[0] == v[-1]:
+    """Two passes; of equal values exactly 0."""
+    if ddof >= len(v) or v.min() == v.max():
         return 0.0
     deviations = v - _sum(v) / len(v)
     return math.sqrt(_sum(deviations * deviations) / (len(v) - ddof))

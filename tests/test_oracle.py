@@ -373,6 +373,12 @@ def test_exp_saturates_and_keeps_its_slope(bound):
     assert grad == close([-top + 1 - top, -1 + 1 - math.exp(-bound)])
 
 
+def test_the_linear_term_of_exp_minus_1_minus_does_not_saturate():
+    plan = {"surrogate": GPG, "kl": K3, "beta": 1.0, "exp_bound": 87.0}
+    stats, grad = one(plan, [-400.0], logp=[0.0], ref_logp=[-500.0], advantages=[0.0])
+    assert (stats["approx_kl"], stats["kl"], grad) == (399.0, 499.0, [1.0])
+
+
 def test_exp_of_rho_saturates():
     plan = {"surrogate": GPG, "kl": K1, "beta": 1.0, "rho": c.RHO_RATIO, "exp_bound": 87.0}
     stats, grad = one(plan, [1000.0], logp=[0.0], ref_logp=[-2.0], advantages=[0.0])
@@ -460,6 +466,8 @@ def test_ratio_columns_are_one_number_at_the_sequence_levels(level):
     assert stats["approx_kl"] == close(1 - LOG2)
     assert stats["ratio_sq"] == close(4.0)
     assert (stats["clip_low"], stats["clip_high"]) == (0.0, close(2 / 3))
+    stats, _ = one(CLIP_02 | {"level": level}, [-LOG2] * 4, token_advantages=[1, -1, -1, -0.5])
+    assert (stats["clip_low"], stats["clip_high"]) == (0.75, 0.0)
 
 
 def test_a_ratio_at_its_bound_is_not_clipped():

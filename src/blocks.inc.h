@@ -259,13 +259,14 @@ static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padde
 
     REAL least = INFINITY, most = -INFINITY;
     FLUSHED {
-        REAL log_ratio = 0, tail = 0, square = 0;
+        REAL log_ratio = 0, tail = 0, ratio = 0, square = 0;
         FLUSH_END;
-#pragma omp simd reduction(+ : log_ratio, tail, square) reduction(min : least) reduction(max : most)
+#pragma omp simd reduction(+ : log_ratio, tail, ratio, square) reduction(min : least) reduction(max : most)
         for (int k = first; k < last; k++) {
             const REAL on = b->on[k], lam = b->lam[k];
             log_ratio += on * lam;
             tail += on * b->tail[k];
+            ratio += on * b->r[k];
             square += on * b->r[k] * b->r[k];
             const REAL from_below = on != 0 ? lam : (REAL)INFINITY, from_above = on != 0 ? lam : (REAL)-INFINITY;
             least = from_below < least ? from_below : least;
@@ -273,6 +274,7 @@ static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padde
         }
         sums->stats[STAT_LOG_RATIO] += (double)log_ratio;
         sums->stats[STAT_APPROX_KL] += (double)tail;
+        sums->stats[STAT_RATIO] += (double)ratio;
         sums->stats[STAT_RATIO_SQ] += (double)square;
     }
     if (least < sums->stats[STAT_LOG_RATIO_MIN]) sums->stats[STAT_LOG_RATIO_MIN] = (double)least;

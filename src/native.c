@@ -120,6 +120,7 @@ static void one_ratio(const Plan *plan, const Shared *shared, double count, doub
     const double series = held * held * (0.5 + held * (1.0 / 6 + held * (1.0 / 24 + held / 120))); /* of exp(x) - 1 - x */
     stats[STAT_LOG_RATIO] = stats[STAT_LOG_RATIO_MIN] = stats[STAT_LOG_RATIO_MAX] = shared->lam;
     stats[STAT_APPROX_KL] = fabs(held) < 1e-3 ? series : expm1(held) - shared->lam;
+    stats[STAT_RATIO] = shared->r;
     stats[STAT_RATIO_SQ] = shared->r * shared->r;
     stats[STAT_CLIP_LOW] /= count;
     stats[STAT_CLIP_HIGH] /= count;

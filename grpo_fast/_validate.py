@@ -49,7 +49,8 @@ def integer(name: str, value: Any, *, least: int) -> int:
     return int(value)
 
 
-def _as_array(name: str, values: Any) -> npt.NDArray[Any]:
+def any_array(name: str, values: Any) -> npt.NDArray[Any]:
+    """NumPy's view of whatever this is: an array, a list, a torch tensor."""
     if hasattr(values, "detach"):  # a torch tensor, possibly with a gradient, possibly bfloat16
         values = values.detach()
         if str(values.dtype) == "torch.bfloat16":
@@ -68,7 +69,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 def real(name: str, values: Any, *, ndim: int = 1) -> npt.NDArray[Any]:
     """Any real dtype; bool and integers become float64, floats stay what they are."""
-    array = _as_array(name, values)
+    array = any_array(name, values)
     if array.size == 0 and array.dtype == object:
         array = array.astype(np.float64)
     if array.dtype.kind in "bui":
@@ -81,7 +82,7 @@ def real(name: str, values: Any, *, ndim: int = 1) -> npt.NDArray[Any]:
 
 def log_probs(name: str, values: Any) -> npt.NDArray[Any]:
     """A flat array of log-probabilities, float16, bfloat16, float32 or float64."""
-    array = _as_array(name, values)
+    array = any_array(name, values)
     if array.size == 0 and array.dtype.kind != "f":
         array = array.astype(np.float64)
     if not is_float(array.dtype):
@@ -90,6 +91,14 @@ def log_probs(name: str, values: Any) -> npt.NDArray[Any]:
         )
     _check_ndim(name, array, 1)
     return array
+
+
+def token_matrix(name: str, values: Any) -> npt.NDArray[Any]:
+    """Log-probabilities of shape (..., L), at least two dimensions, C-contiguous."""
+    array = any_array(name, values)
+    if array.ndim < 2:
+        raise ValueError(f"{name}: expected shape (..., L) with one row per completion, got {array.shape}; add a dimension")
+    return np.ascontiguousarray(log_probs(name, array.reshape(-1)).reshape(array.shape))
 
 
 def kernel_ready(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -112,7 +121,7 @@ def length(name: str, array: npt.NDArray[Any], expected: int, unit: str) -> None
 
 def integers(name: str, values: Any) -> Int:
     """A flat integer array as int64."""
-    array = _as_array(name, values)
+    array = any_array(name, values)
     if array.size == 0 and array.dtype.kind not in "iu":
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -171,7 +180,7 @@ def step_ends(ends: Int, step_offsets: Int, lengths: Int, name: str = "step_ends
 
 def mask(name: str, values: Any, expected: int) -> npt.NDArray[np.uint8]:
     """A bool or 0/1 integer mask, one entry per token, as uint8 (a view where it already is)."""
-    array = _as_array(name, values)
+    array = any_array(name, values)
     if array.size == 0 and array.dtype.kind not in "bui":
         array = array.astype(np.bool_)
     _check_ndim(name, array, 1)

@@ -480,7 +480,7 @@ def _result(
         extremes = stats[:, _COLUMN["log_ratio_min"]].min(), stats[:, _COLUMN["log_ratio_max"]].max()
         lowest, highest = np.exp(np.clip(extremes, -plan.exp_bound, plan.exp_bound)).tolist()
     per_ratio = 1 / max(ratios, 1)
-    ratio_sum = ratios + sums["log_ratio"] + sums["approx_kl"]
+    ratio_sum = sums["ratio"]
     metrics = {"tokens": float(tokens), "policy_loss": sums["surrogate"]}
     if batch.ref_logp is not None:
         metrics["kl"] = sums["kl"] / max(tokens, 1)

@@ -65,10 +65,9 @@ static void FN(add_steps)(REAL *restrict advantage, const Batch *batch, int64_t 
 static void FN(load_advantages)(REAL *restrict advantage, const Batch *batch, const uint8_t *mask, int64_t i, int64_t t, int n,
                                 const Shared *shared)
 {
-    if (batch->token_advantages.data)
-        FN(load)(advantage, batch->token_advantages, mask, t, n, 0);
-    else
-        for (int k = 0; k < BLOCK; k++) advantage[k] = (REAL)shared->advantage;
+    FN(load)(advantage, batch->token_advantages, mask, t, n, 0);
+    if (batch->advantages)
+        for (int k = 0; k < BLOCK; k++) advantage[k] += (REAL)shared->advantage;
     if (batch->step_advantages) FN(add_steps)(advantage, batch, i, t, n);
 }
 
@@ -218,24 +217,31 @@ static void FN(store)(const Batch *batch, const REAL *restrict grad, int64_t t, 
 #endif
 }
 
+/* float32 sums go to float64 after FLUSH tokens: many equal terms, such as clipped ones, round the same way. */
+#define FLUSHED for (int first = 0, last; first < padded; first = last)
+#define FLUSH_END (last = first + FLUSH < padded ? first + FLUSH : padded)
+
 static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restrict b, int padded, Sums *restrict sums)
 {
     const REAL weight = (REAL)shared->weight, beta = (REAL)plan->beta;
     const REAL own = plan->level == LEVEL_SEQUENCE ? 0 : 1;
     const REAL rho_slope = plan->rho == RHO_RATIO && plan->rho_level != LEVEL_SEQUENCE ? 1 : 0;
-    REAL surrogate = 0, kl = 0, slopes = 0;
+    FLUSHED {
+        REAL surrogate = 0, kl = 0, slopes = 0;
+        FLUSH_END;
 #pragma omp simd reduction(+ : surrogate, kl, slopes)
-    for (int k = 0; k < padded; k++) {
-        const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
-        surrogate += on * c * b->value[k];
-        kl += on * rho_kl;
-        slopes += on * c * b->dlam[k];
-        const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
-        b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
+        for (int k = first; k < last; k++) {
+            const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
+            surrogate += on * c * b->value[k];
+            kl += on * rho_kl;
+            slopes += on * c * b->dlam[k];
+            const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
+            b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
+        }
+        sums->stats[STAT_SURROGATE] += (double)surrogate;
+        sums->stats[STAT_KL] += (double)kl;
+        sums->slopes += (double)slopes;
     }
-    sums->stats[STAT_SURROGATE] += (double)surrogate;
-    sums->stats[STAT_KL] += (double)kl;
-    sums->slopes += (double)slopes;
 }
 
 static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padded, Sums *restrict sums)
@@ -251,20 +257,26 @@ static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padde
     sums->stats[STAT_CLIP_HIGH] += (double)high;
     if (plan->level != LEVEL_TOKEN) return;
 
-    REAL log_ratio = 0, tail = 0, square = 0, least = INFINITY, most = -INFINITY;
-#pragma omp simd reduction(+ : log_ratio, tail, square) reduction(min : least) reduction(max : most)
-    for (int k = 0; k < padded; k++) {
-        const REAL on = b->on[k], lam = b->lam[k];
-        log_ratio += on * lam;
-        tail += on * b->tail[k];
-        square += on * b->r[k] * b->r[k];
-        const REAL from_below = on != 0 ? lam : (REAL)INFINITY, from_above = on != 0 ? lam : (REAL)-INFINITY;
-        least = from_below < least ? from_below : least;
-        most = from_above > most ? from_above : most;
+    REAL least = INFINITY, most = -INFINITY;
+    FLUSHED {
+        REAL log_ratio = 0, tail = 0, ratio = 0, square = 0;
+        FLUSH_END;
+#pragma omp simd reduction(+ : log_ratio, tail, ratio, square) reduction(min : least) reduction(max : most)
+        for (int k = first; k < last; k++) {
+            const REAL on = b->on[k], lam = b->lam[k];
+            log_ratio += on * lam;
+            tail += on * b->tail[k];
+            ratio += on * b->r[k];
+            square += on * b->r[k] * b->r[k];
+            const REAL from_below = on != 0 ? lam : (REAL)INFINITY, from_above = on != 0 ? lam : (REAL)-INFINITY;
+            least = from_below < least ? from_below : least;
+            most = from_above > most ? from_above : most;
+        }
+        sums->stats[STAT_LOG_RATIO] += (double)log_ratio;
+        sums->stats[STAT_APPROX_KL] += (double)tail;
+        sums->stats[STAT_RATIO] += (double)ratio;
+        sums->stats[STAT_RATIO_SQ] += (double)square;
     }
-    sums->stats[STAT_LOG_RATIO] += (double)log_ratio;
-    sums->stats[STAT_APPROX_KL] += (double)tail;
-    sums->stats[STAT_RATIO_SQ] += (double)square;
     if (least < sums->stats[STAT_LOG_RATIO_MIN]) sums->stats[STAT_LOG_RATIO_MIN] = (double)least;
     if (most > sums->stats[STAT_LOG_RATIO_MAX]) sums->stats[STAT_LOG_RATIO_MAX] = (double)most;
 }
@@ -321,7 +333,7 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
     if (plan->level == LEVEL_TOKEN)
         FN(exps)(b->lam, b->r, b->tail, bound, padded);
     else
-        FN(fill)(b->r, FN(exp)((REAL)shared->lam, bound).exp, padded);
+        FN(fill)(b->r, (REAL)shared->r, padded);
     FN(surrogates)(plan, b, padded);
     FN(kls)(plan, b, padded);
     FN(combine)(plan, shared, b, padded, sums);
@@ -338,7 +350,7 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
 static void FN(reduce_chunk)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, int64_t t, int64_t stop,
                              Reduced *restrict out)
 {
-    const int weighs = batch->token_weight.data && plan->weight_use != USE_MULTIPLY;
+    const int weighs = plan->weight_use != USE_MULTIPLY && (batch->token_weight.data || batch->completion_weight);
     *out = (Reduced){0, 0, 0, 0};
     for (; t < stop; t += BLOCK) {
         ALIGNED REAL on[BLOCK], x[BLOCK], old_logp[BLOCK], slope[BLOCK], advantage[BLOCK];
@@ -366,13 +378,11 @@ static void FN(reduce_chunk)(const Plan *plan, const Batch *batch, int64_t i, co
         if (weighs) {
             FN(load)(x, batch->token_weight, mask, t, n, 1);
             for (int k = 0; k < n; k++) {
+                const double weight = x[k] * shared->surrogate_weight;
                 if (on[k] == 0) continue;
-                double log_weight = log(x[k]);
-                if (plan->weight_use == USE_GEOMETRIC_MEAN)
-                    log_weight = log(x[k] + 1e-10);
-                else
-                    log_weight = fmin(fmax(log_weight, plan->lam_lo), plan->lam_hi);
-                out->log_weight += log_weight;
+                out->log_weight += plan->weight_use == USE_GEOMETRIC_MEAN
+                                       ? log(weight + 1e-10)
+                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi);
             }
         }
     }

@@ -14,7 +14,7 @@ enum { USE_MULTIPLY, USE_LOG_OFFSET, USE_GEOMETRIC_MEAN };
 enum { RHO_NONE, RHO_RATIO, RHO_RATIO_DETACHED };
 
 enum {
-    STAT_SURROGATE, STAT_KL, STAT_LOG_RATIO, STAT_APPROX_KL, STAT_RATIO_SQ, STAT_CLIP_LOW, STAT_CLIP_HIGH,
+    STAT_SURROGATE, STAT_KL, STAT_LOG_RATIO, STAT_APPROX_KL, STAT_RATIO, STAT_RATIO_SQ, STAT_CLIP_LOW, STAT_CLIP_HIGH,
     STAT_LOG_RATIO_MIN, STAT_LOG_RATIO_MAX, STAT_NON_FINITE, N_STATS
 };
 #define N_SUMS STAT_LOG_RATIO_MIN /* the columns before it are plain sums */
@@ -56,7 +56,7 @@ typedef struct {
     double weight;               /* w_i */
     double advantage;            /* its own, 0 where there is none */
     double surrogate_weight;     /* of the completion, and the geometric mean of its tokens' */
-    double lam, lam_slope;       /* sequence levels: the log-ratio, and the slope of its last clamp */
+    double lam, lam_slope, r;    /* sequence levels: the log-ratio, the slope of its last clamp, the ratio */
     double log_rho, rho;         /* where rho_level is a sequence level */
     double lam_share, rho_share; /* what the last pass adds to each counted gradient */
 } Shared;

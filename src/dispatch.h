@@ -19,6 +19,7 @@
 #endif
 
 #define LANES 16 /* float32 lanes of the widest vectors: loops are whole multiples of it on every instruction set */
+#define FLUSH 64 /* tokens after which the staged loops flush their sums */
 #define FUSED_SURROGATE 0
 #define FUSED_KL 3
 
@@ -30,6 +31,7 @@ typedef struct {
 } Loops;
 
 #define ISA base
+#define FUSED_FLUSH 64 /* sixteen terms a lane */
 #include "isa.inc.h"
 
 #if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
@@ -45,6 +47,7 @@ typedef struct {
 
 TARGET_BEGIN("avx2,fma,bmi,bmi2,f16c,lzcnt")
 #define ISA v3
+#define FUSED_FLUSH 128
 #include "isa.inc.h"
 TARGET_END
 
@@ -54,6 +57,7 @@ TARGET_BEGIN("avx2,fma,bmi,bmi2,f16c,lzcnt,avx512f,avx512bw,avx512cd,avx512dq,av
 TARGET_BEGIN("avx2,fma,bmi,bmi2,f16c,lzcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #define ISA v4
+#define FUSED_FLUSH 256
 #include "isa.inc.h"
 TARGET_END
 #endif

@@ -26,9 +26,11 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
     const float bound = (float)plan->exp_bound, p[4] = {(float)plan->p[0], (float)plan->p[1], (float)plan->p[2], 0};
     const float clip_lo = shared->advantage < 0 ? (float)plan->clip_lo : -INFINITY;
     const float clip_hi = shared->advantage > 0 ? (float)plan->clip_hi : INFINITY;
-    float value = 0, kl = 0, log_ratio = 0, tail = 0, square = 0, clipped = 0, least = INFINITY, most = -INFINITY;
+    float count = 0, value = 0, kl = 0, log_ratio = 0, tail = 0, ratio = 0, square = 0, clipped = 0;
+    float least = INFINITY, most = -INFINITY;
     if (n % LANES) UNREACHABLE;
-#pragma omp simd reduction(+ : value, kl, log_ratio, tail, square, clipped) reduction(min : least) reduction(max : most)
+#pragma omp simd reduction(+ : count, value, kl, log_ratio, tail, ratio, square, clipped) reduction(min : least) \
+    reduction(max : most)
     for (int k = 0; k < n; k++) {
         const int on = has_mask ? mask[k] != 0 : 1;
         const float own = on ? logp[k] : 0;
@@ -36,14 +38,16 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
         if (has_old) {
             x = own - (on ? old_logp[k] : 0);
             const FN(Exp) e = FN(exp)(x, bound);
-            r = e.exp, tail += e.tail;
+            r = e.exp, tail += e.tail, ratio += e.expm1;
         } else
             tail += 0 * own; /* NaN where it is not finite */
         const FN(Slopes) f = FN(clip)(x, r, own, own - x, sign, p);
         float g = weight * f.dlam;
-        value += on ? f.value : 0;
+        /* distances from the values at ratio 1: small, so that float32 sums of clipped terms keep their digits */
+        count += on ? 1.0f : 0.0f;
+        value += on ? f.value + sign : 0;
         log_ratio += x;
-        square += on ? r * r : 0;
+        square += on ? r * r - 1 : 0;
         clipped += on && (r < clip_lo || r > clip_hi) ? 1.0f : 0.0f;
         const float above = on ? x : INFINITY, below = on ? x : -INFINITY;
         least = above < least ? above : least;
@@ -59,11 +63,12 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
         && !(least > most && tail == 0 && kl == 0)) /* nothing counted is fine, too */
         return 0;
     double *restrict s = sums->stats;
-    s[STAT_SURROGATE] += size * (double)value;
+    s[STAT_SURROGATE] += size * ((double)value - (double)sign * (double)count);
     s[STAT_KL] += (double)kl;
     s[STAT_LOG_RATIO] += (double)log_ratio;
     s[STAT_APPROX_KL] += (double)tail;
-    s[STAT_RATIO_SQ] += (double)square;
+    s[STAT_RATIO] += (double)ratio + (double)count;
+    s[STAT_RATIO_SQ] += (double)square + (double)count;
     s[shared->advantage < 0 ? STAT_CLIP_LOW : STAT_CLIP_HIGH] += (double)clipped;
     if (least < s[STAT_LOG_RATIO_MIN]) s[STAT_LOG_RATIO_MIN] = (double)least;
     if (most > s[STAT_LOG_RATIO_MAX]) s[STAT_LOG_RATIO_MAX] = (double)most;
@@ -76,7 +81,7 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
 #define FUSED_MASK(OLD, REF) (mask ? FUSED_GRAD(OLD, REF, 1) : FUSED_GRAD(OLD, REF, 0))
 #define FUSED_REF(OLD) (ref_logp ? FUSED_MASK(OLD, 1) : FUSED_MASK(OLD, 0))
 
-/* Chooses the loop that reads only what is there. */
+/* Chooses the loop that reads only what is there; n <= FUSED_FLUSH. */
 static int FN(fused_run)(const Plan *plan, const Shared *shared, const float *logp, const float *old_logp, const float *ref_logp,
                          const uint8_t *mask, float *grad, int n, Sums *sums)
 {
@@ -99,7 +104,14 @@ static int FN(fused_block)(const Plan *plan, const Batch *batch, const Shared *s
     float *grad = batch->grad ? (float *)batch->grad + t : 0;
     const int whole = n / LANES * LANES, rest = n - whole;
     const Sums before = *sums;
-    if (whole && !FN(fused_run)(plan, shared, logp, old_logp, ref_logp, mask, grad, whole, sums)) return 0;
+    for (int k = 0; k < whole; k += FUSED_FLUSH) {
+        const int m = whole - k < FUSED_FLUSH ? whole - k : FUSED_FLUSH;
+        if (FN(fused_run)(plan, shared, logp + k, old_logp ? old_logp + k : 0, ref_logp ? ref_logp + k : 0, mask ? mask + k : 0,
+                          grad ? grad + k : 0, m, sums))
+            continue;
+        *sums = before;
+        return 0;
+    }
     if (!rest) return 1;
 
     ALIGNED float tail[4][LANES];

@@ -76,3 +76,4 @@ static const Loops PASTE(loops, ISA, all) = {
 #undef PASTE
 #undef PASTE_
 #undef ISA
+#undef FUSED_FLUSH

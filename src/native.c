@@ -95,28 +95,33 @@ static void add_sums(const Job *job, int64_t n, void *into)
     }
 }
 
+static double saturated_exp(double x, double bound) { return exp(fmin(fmax(x, -bound), bound)); }
+
 /* The log-ratio, weight and rho that all tokens of the completion share. */
 static void share(const Plan *plan, Shared *shared, const Reduced *sums)
 {
-    const double n = fmax(sums->count, 1), bound = plan->exp_bound;
+    const double n = fmax(sums->count, 1);
     double lam = plan->reduce == REDUCE_MEAN ? sums->pre / n : sums->pre;
     if (plan->weight_use == USE_LOG_OFFSET) lam += sums->log_weight;
-    if (plan->weight_use == USE_GEOMETRIC_MEAN) shared->surrogate_weight *= exp(sums->log_weight / n);
+    if (plan->weight_use != USE_MULTIPLY)
+        shared->surrogate_weight = plan->weight_use == USE_GEOMETRIC_MEAN ? exp(sums->log_weight / n) : 1;
     shared->lam = fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
     shared->lam_slope = shared->lam == lam;
     shared->log_rho = sums->x / n;
-    shared->rho = exp(fmin(fmax(shared->log_rho, -bound), bound));
+    shared->rho = saturated_exp(shared->log_rho, plan->exp_bound);
+    shared->r = saturated_exp(shared->lam, plan->exp_bound);
 }
 
 /* The ratio statistics of a completion that has one ratio. */
 static void one_ratio(const Plan *plan, const Shared *shared, double count, double *stats)
 {
     if (count == 0) return;
-    const double bound = plan->exp_bound, held = fmin(fmax(shared->lam, -bound), bound), r = exp(held);
-    const double cubic = held * held * (0.5 + held * (1.0 / 6 + held * (1.0 / 24))); /* of exp(x) - 1 - x, for tiny x */
+    const double bound = plan->exp_bound, held = fmin(fmax(shared->lam, -bound), bound);
+    const double series = held * held * (0.5 + held * (1.0 / 6 + held * (1.0 / 24 + held / 120))); /* of exp(x) - 1 - x */
     stats[STAT_LOG_RATIO] = stats[STAT_LOG_RATIO_MIN] = stats[STAT_LOG_RATIO_MAX] = shared->lam;
-    stats[STAT_APPROX_KL] = fabs(held) < 1e-3 ? cubic : expm1(held) - shared->lam;
-    stats[STAT_RATIO_SQ] = r * r;
+    stats[STAT_APPROX_KL] = fabs(held) < 1e-3 ? series : expm1(held) - shared->lam;
+    stats[STAT_RATIO] = shared->r;
+    stats[STAT_RATIO_SQ] = shared->r * shared->r;
     stats[STAT_CLIP_LOW] /= count;
     stats[STAT_CLIP_HIGH] /= count;
 }
@@ -133,7 +138,6 @@ static void completion(Job *job)
         .surrogate_weight = batch->completion_weight ? batch->completion_weight[i] : 1,
         .rho = 1,
     };
-    if (plan->weight_use == USE_LOG_OFFSET) job->shared.surrogate_weight = 1;
     Reduced reduced = {0, 0, 0, 0};
     if (shared_lam || shared_rho || plan->weight_use != USE_MULTIPLY) {
         pass(job, reduce_task, add_reduced, &reduced);

@@ -711,7 +711,9 @@ def _kl(formula: Any) -> Any:
                 s[G + t] += weight * slope * s[M + t]
                 total += k
             return np.float64(total)
-        straight_through, own_rho = plan.kl_straight_through != 0, plan.rho_level == c.LEVEL_TOKEN
+        straight_through = plan.kl_straight_through != 0
+        own_rho = plan.rho != c.RHO_NONE and plan.rho_level == c.LEVEL_TOKEN
+        same_rho = real(1 if plan.rho == c.RHO_NONE else rho)
         through = real(1 if plan.rho == c.RHO_RATIO and plan.rho_level != c.LEVEL_SEQUENCE else 0)
         for t in range(size & WHOLE):
             d = s[D + t]
@@ -720,7 +722,7 @@ def _kl(formula: Any) -> Any:
             held_k = min(max(k, -most_k), most_k)
             slope = slope if (held_d == d) & (held_k == k) else zero
             slope = -d if straight_through else slope
-            rho_t = exp(s[X + t], bound)[0] if own_rho else real(rho)
+            rho_t = exp(s[X + t], bound)[0] if own_rho else same_rho
             k = rho_t * held_k
             s[G + t] += weight * (rho_t * slope + through * k) * s[M + t]
             total += k
@@ -935,38 +937,32 @@ def _log_weights(plan, tokens, own, s, first, n):
     return total
 
 
-@_driver
+@_inner
 def _load_level(plan, tokens, own, s, first, n, size, masked, limits):
-    """A counted block up to FLOWS and the unreduced LAM; whether the dtype is enough."""
-    tame = _load_log_ratio(tokens, s, first, n, size, masked, limits)
+    """A counted block up to FLOWS and the unreduced LAM."""
+    _load_log_ratio(tokens, s, first, n, size, masked, limits)
     if plan.pre == c.PRE_SIGN_CLIP:
         _load_advantages(tokens, own, s, first, n)
     _pre_stage(plan, s, size)
-    return tame
 
 
 @_inner
-def _reduce(plan, tokens, own, weighted, s, wide, limits):
-    """The first pass: what the completion's log-ratios and weights come to."""
+def _reduce(plan, tokens, own, weighted, wide, limits):
+    """The first pass: what the completion's log-ratios and weights come to, in float64."""
     _apart()
     counted, lam, x, log_weight = 0.0, 0.0, 0.0, 0.0
     for first in range(own.start, own.stop, TILE):
         n = min(TILE, own.stop - first)
         size = np.uint64(n + LANES - 1) & WHOLE
-        here = _count(tokens, s, first, n)
+        here = _count(tokens, wide, first, n)
         if here == 0:
             continue
         counted += here
-        if _load_level(plan, tokens, own, s, first, n, size, here < n, limits):
-            more_lam, more_x = _level_sums(s, size)
-        else:
-            _count(tokens, wide, first, n)
-            _load_level(plan, tokens, own, wide, first, n, size, here < n, limits)
-            more_lam, more_x = _level_sums(wide, size)
+        _load_level(plan, tokens, own, wide, first, n, size, here < n, limits)
+        more_lam, more_x = _level_sums(wide, size)
         lam += more_lam
         x += more_x
         if weighted:
-            _count(tokens, wide, first, n)
             log_weight += _log_weights(plan, tokens, own, wide, first, n)
     mean_n = max(counted, 1.0)
     if plan.reduce == c.REDUCE_MEAN:
@@ -1014,30 +1010,26 @@ def _piece(plan, tokens, own, reduced, begin, end, row, grad, s, wide, limits, w
 
 
 @_inner
-def _third_pass(plan, tokens, own, grad, s, wide, limits, through, alike):
+def _third_pass(plan, tokens, own, grad, wide, limits, through, alike):
     """Add to every counted token's gradient what comes through the completion's one lam, and one rho."""
     _apart()
     for first in range(own.start, own.stop, TILE):
         n = min(TILE, own.stop - first)
         size = np.uint64(n + LANES - 1) & WHOLE
-        counted = _count(tokens, s, first, n)
+        counted = _count(tokens, wide, first, n)
         if counted == 0:
             continue
         if plan.pre == c.PRE_IDENTITY or plan.level == c.LEVEL_TOKEN:
-            _fill(s, FLOWS, 1)
-            _add(s, grad, first, n, through, alike)
-        elif _load_level(plan, tokens, own, s, first, n, size, counted < n, limits):
-            _add(s, grad, first, n, through, alike)
+            _fill(wide, FLOWS, 1)
         else:
-            _count(tokens, wide, first, n)
             _load_level(plan, tokens, own, wide, first, n, size, counted < n, limits)
-            _add(wide, grad, first, n, through, alike)
+        _add(wide, grad, first, n, through, alike)
 
 
 @_driver
 def _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, widen):
     """A completion of which every token depends on all the others."""
-    reduced = _reduce(plan, tokens, own, weighted, s, wide, limits)
+    reduced = _reduce(plan, tokens, own, weighted, wide, limits)
     # r and rho of the whole completion must suit the dtype, too
     mild = abs(reduced.lam) <= limits.log_ratio and reduced.rho <= exp(limits.log_ratio, plan.exp_bound)[0]
     through, kl = _piece(plan, tokens, own, reduced, own.start, own.stop, row, grad, s, wide, limits, widen or not mild)
@@ -1048,7 +1040,7 @@ def _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, widen):
     if plan.rho == c.RHO_RATIO and plan.rho_level == c.LEVEL_SEQUENCE and plan.kl != c.KL_NONE:
         through_rho = own.weight * plan.beta * kl / n
     if grad.itemsize > 0 and (through_lam != 0.0 or through_rho != 0.0):
-        _third_pass(plan, tokens, own, grad, s, wide, limits, through_lam, through_rho)
+        _third_pass(plan, tokens, own, grad, wide, limits, through_lam, through_rho)
     if plan.level != c.LEVEL_TOKEN and reduced.n > 0:
         r, _, tail = exp(reduced.lam, plan.exp_bound)
         row[LOG_RATIO] = reduced.lam

@@ -87,8 +87,8 @@ static void add_sums(const Job *job, int64_t n, void *into)
     Sums *total = into;
     for (int64_t k = 0; k < n; k++) {
         const Sums *part = &job->part.sums[k];
-        for (int s = 0; s < N_STATS; s++)
-            if (s < N_SUMS || s == STAT_NON_FINITE) total->stats[s] += part->stats[s];
+        for (int s = 0; s < N_SUMS; s++) total->stats[s] += part->stats[s];
+        total->stats[STAT_NON_FINITE] += part->stats[STAT_NON_FINITE];
         total->stats[STAT_LOG_RATIO_MIN] = fmin(total->stats[STAT_LOG_RATIO_MIN], part->stats[STAT_LOG_RATIO_MIN]);
         total->stats[STAT_LOG_RATIO_MAX] = fmax(total->stats[STAT_LOG_RATIO_MAX], part->stats[STAT_LOG_RATIO_MAX]);
         total->slopes += part->slopes;
@@ -115,6 +115,8 @@ static void share(const Plan *plan, Shared *shared, const Reduced *sums)
 /* The ratio statistics of a completion that has one ratio. */
 static void one_ratio(const Plan *plan, const Shared *shared, double count, double *stats)
 {
+    for (int s = STAT_LOG_RATIO; s <= STAT_RATIO_SQ; s++) stats[s] = 0;
+    stats[STAT_LOG_RATIO_MIN] = INFINITY, stats[STAT_LOG_RATIO_MAX] = -INFINITY;
     if (count == 0) return;
     const double bound = plan->exp_bound, held = fmin(fmax(shared->lam, -bound), bound);
     const double series = held * held * (0.5 + held * (1.0 / 6 + held * (1.0 / 24 + held / 120))); /* of exp(x) - 1 - x */
@@ -137,6 +139,7 @@ static void completion(Job *job)
         .advantage = batch->advantages ? batch->advantages[i] : 0,
         .surrogate_weight = batch->completion_weight ? batch->completion_weight[i] : 1,
         .rho = 1,
+        .r = 1,
     };
     Reduced reduced = {0, 0, 0, 0};
     if (shared_lam || shared_rho || plan->weight_use != USE_MULTIPLY) {

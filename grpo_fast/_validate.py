@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from ._contract import Double, Int
 
-_FLOAT_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
-
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     """``value``, which must be one of the ``known`` names."""
@@ -64,7 +62,7 @@ def any_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether this is one of the float dtypes the library takes."""
-    return dtype.name in _FLOAT_BITS
+    return (dtype.kind == "f" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
 
 
 def real(name: str, values: Any, *, ndim: int = 1) -> npt.NDArray[Any]:
@@ -103,7 +101,7 @@ def token_matrix(name: str, values: Any) -> npt.NDArray[Any]:
 
 def kernel_ready(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """C-contiguous, native byte order, float32 or float64 (16-bit widens); a view where it already is."""
-    dtype = np.float64 if array.dtype.name == "float64" else np.float32
+    dtype = np.float64 if array.dtype.itemsize == 8 else np.float32
     return np.ascontiguousarray(array, dtype=dtype)
 
 

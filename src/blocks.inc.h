@@ -18,7 +18,10 @@ typedef struct {
     do {                                                                                          \
         const TYPE *restrict from = (const TYPE *)source.data + t;                                \
         if (mask)                                                                                 \
-            for (int k = 0; k < n; k++) to[k] = mask[k] ? (REAL)from[k] : neutral;                \
+            for (int k = 0; k < n; k++) {                                                         \
+                const REAL value = (REAL)from[k]; /* masked slots are read, and dropped */        \
+                to[k] = mask[k] ? value : neutral;                                                \
+            }                                                                                     \
         else                                                                                      \
             for (int k = 0; k < n; k++) to[k] = (REAL)from[k];                                    \
     } while (0)

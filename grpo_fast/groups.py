@@ -126,10 +126,10 @@ def members(codes: Int, n_groups: int, rows: Int | None = None) -> tuple[Int, In
     used = codes if rows is None else codes[rows]
     offsets = np.zeros(n_groups + 1, np.int64)
     np.cumsum(np.bincount(used, minlength=n_groups), out=offsets[1:])
-    if (used[1:] >= used[:-1]).all():
-        order = np.arange(len(used))
-    else:  # a radix sort where the codes are short
-        order = np.argsort(used.astype(np.uint16) if n_groups <= 1 << 16 else used, kind="stable")
+    order = np.arange(len(used))
+    if (used[1:] < used[:-1]).any():  # 16 bits at a time, for which NumPy has a radix sort
+        for shift in range(0, n_groups.bit_length(), 16):
+            order = order[np.argsort((used[order] >> shift).astype(np.uint16), kind="stable")]
     return order if rows is None else rows[order], offsets
 
 

@@ -345,7 +345,7 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
 #if REAL_IS_DOUBLE
     int bad = 0;
     for (int k = 0; k < padded; k++)
-        bad += 0 * b->logp[k] + 0 * b->old_logp[k] + 0 * b->d[k] + 0 * b->advantage[k] + 0 * b->c[k] != 0;
+        bad += 0 * b->logp[k] + 0 * (b->logp[k] - b->old_logp[k]) + 0 * b->d[k] + 0 * b->advantage[k] + 0 * b->c[k] != 0;
     sums->stats[STAT_NON_FINITE] += bad;
 #else
     if (!FN(fits)(stats, (REAL)stats[STAT_LOG_RATIO_MIN], (REAL)stats[STAT_LOG_RATIO_MAX])) return 0;

@@ -191,7 +191,8 @@ def test_trajectory_errors() -> None:
         **ids,
     )
     raises(
-        "trajectory_ids: rows 0 and 2 are one trajectory but lie in two groups; give them one group, or ids that differ",
+        "trajectory_ids: rows 0 and 2 are one trajectory but lie in two groups; "
+        "give them one group, or ids that differ",
         [1.0, 0.0, 1.0, 0.0],
         **{**ids, "group_ids": [0, 0, 1, 1]},
     )

@@ -83,7 +83,9 @@ def process_advantages(
         times ``outcome_weight`` (default 1), are added to every token.
     level : "token" or "step"
         One number per token, or per step: what its tokens get. The loss takes either and adds
-        completion-level advantages itself, so "step" refuses ``outcome_rewards``.
+        completion-level advantages itself, so "step" refuses ``outcome_rewards``. Tokens after the
+        last step of a *row* have no number then: the loss takes 0, which is not what
+        ``tail="last"`` and trajectories of several rows say.
     out : writable, contiguous, native array of the result's shape, float32, float64 or the result's dtype
         Filled and returned.
     backend : "cython", "numba" or "numpy"; None is the one in force
@@ -101,12 +103,15 @@ def process_advantages(
 
     Notes
     -----
-    What the default does to a policy that chooses its number of steps: every step's baseline is
-    the mean step, so a token's baseline is (remaining steps) x mean, which depends on the
-    trajectory's own number of steps. That is a *different objective* from the expected return: at
-    equal step rewards the number of steps has no effect at all. It resists stuffing with steps, but it can
-    reverse the sign of an outcome that is mixed into the step rewards. With ``normalize="none"``
-    the sums are plain returns.
+    What the default does to a policy that chooses its number of steps: a token's baseline is the
+    number of remaining steps times the mean, and so depends on the trajectory's own number of
+    steps. That is a *different objective* from the expected return: where all steps earn the same,
+    taking more or fewer of them makes no difference at all, whatever they earn. It resists stuffing
+    with steps, but it can reverse the sign of an outcome that is one of the step rewards. With
+    ``normalize="none"`` the sums are the returns themselves.
+
+    Each pool is summed exactly and each trajectory by itself, so neither the order of completions
+    nor what their neighbours hold changes a bit.
 
     References
     ----------
@@ -438,7 +443,7 @@ def _outcome(
 
 def _check_out(out: Any, size: int, dtype: np.dtype[Any]) -> None:
     if not isinstance(out, np.ndarray):
-        raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}; pass np.empty({size}, np.{dtype})")
+        raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}; pass np.empty({size})")
     allowed = dict.fromkeys(("float32", "float64", dtype.name))
     wrong = (
         f"shape {out.shape}"

@@ -343,9 +343,12 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
     FN(combine)(plan, shared, b, padded, stats, &slopes);
     FN(measure)(plan, b, padded, stats);
 #if REAL_IS_DOUBLE
+    const int only_reduced = plan->weight_use != USE_MULTIPLY && batch->token_weight.data;
+    if (only_reduced) FN(load)(x, batch->token_weight, mask, t, n, 1);
+    const REAL *restrict weight = only_reduced ? x : b->c;
     int bad = 0;
     for (int k = 0; k < padded; k++)
-        bad += 0 * b->logp[k] + 0 * b->old_logp[k] + 0 * b->d[k] + 0 * b->advantage[k] + 0 * b->c[k] != 0;
+        bad += 0 * b->logp[k] + 0 * b->old_logp[k] + 0 * b->d[k] + 0 * b->advantage[k] + 0 * weight[k] != 0;
     sums->stats[STAT_NON_FINITE] += bad;
 #else
     if (!FN(fits)(stats, (REAL)stats[STAT_LOG_RATIO_MIN], (REAL)stats[STAT_LOG_RATIO_MAX])) return 0;
@@ -398,7 +401,7 @@ static void FN(reduce_chunk)(const Plan *plan, const Batch *batch, int64_t i, co
                 if (on[k] == 0) continue;
                 out->log_weight += plan->weight_use == USE_GEOMETRIC_MEAN
                                        ? log(weight + 1e-10)
-                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi);
+                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi) + 0 * weight; /* NaN is kept */
             }
         }
     }

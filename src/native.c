@@ -106,7 +106,7 @@ static void share(const Plan *plan, Shared *shared, const Reduced *sums)
     if (plan->weight_use == USE_LOG_OFFSET) lam += sums->log_weight;
     if (plan->weight_use != USE_MULTIPLY)
         shared->surrogate_weight = plan->weight_use == USE_GEOMETRIC_MEAN ? exp(sums->log_weight / n) : 1;
-    shared->lam = fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
+    shared->lam = lam != lam ? lam : fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
     shared->lam_slope = shared->lam == lam;
     shared->log_rho = sums->x / n;
     shared->rho = saturated_exp(shared->log_rho, plan->exp_bound);

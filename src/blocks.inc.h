@@ -237,7 +237,7 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
             const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
             surrogate += on * c * b->value[k];
             /* 0 * NaN and 0 * inf are NaN: what is not finite shows in the sum, whatever the formulas made of it */
-            kl += on * rho_kl + 0 * (b->logp[k] + b->lam[k] + b->d[k]);
+            kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k]);
             slopes += on * c * b->dlam[k];
             const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
             b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
@@ -343,9 +343,12 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
     FN(combine)(plan, shared, b, padded, stats, &slopes);
     FN(measure)(plan, b, padded, stats);
 #if REAL_IS_DOUBLE
+    const int only_reduced = plan->weight_use != USE_MULTIPLY && batch->token_weight.data;
+    if (only_reduced) FN(load)(x, batch->token_weight, mask, t, n, 1);
+    const REAL *restrict weight = only_reduced ? x : b->c;
     int bad = 0;
     for (int k = 0; k < padded; k++)
-        bad += 0 * b->logp[k] + 0 * (b->logp[k] - b->old_logp[k]) + 0 * b->d[k] + 0 * b->advantage[k] + 0 * b->c[k] != 0;
+        bad += 0 * b->logp[k] + 0 * (b->logp[k] - b->old_logp[k]) + 0 * b->d[k] + 0 * b->advantage[k] + 0 * weight[k] != 0;
     sums->stats[STAT_NON_FINITE] += bad;
 #else
     if (!FN(fits)(stats, (REAL)stats[STAT_LOG_RATIO_MIN], (REAL)stats[STAT_LOG_RATIO_MAX])) return 0;
@@ -398,7 +401,7 @@ static void FN(reduce_chunk)(const Plan *plan, const Batch *batch, int64_t i, co
                 if (on[k] == 0) continue;
                 out->log_weight += plan->weight_use == USE_GEOMETRIC_MEAN
                                        ? log(weight + 1e-10)
-                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi);
+                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi) + 0 * weight; /* NaN is kept */
             }
         }
     }

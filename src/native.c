@@ -3,7 +3,7 @@
 #include "dispatch.h"
 #include "threads.h"
 
-static int isa = -1;
+static ATOMIC int isa = -1; /* chosen by the first call; several may be first at once */
 
 int grpo_n_isas(void) { return N_ISAS; }
 const char *grpo_isa_name(int k) { return ISAS[k].name; }
@@ -11,9 +11,10 @@ int grpo_isa_runs(int k) { return isa_runs(k); }
 void grpo_select_isa(int k) { isa = k; }
 int grpo_isa(void)
 {
-    if (isa < 0)
-        for (isa = N_ISAS - 1; !isa_runs(isa);) isa--;
-    return isa;
+    int k = isa;
+    if (k >= 0) return k;
+    for (k = N_ISAS - 1; !isa_runs(k);) k--;
+    return isa = k;
 }
 
 /* A completion on its way: its chunks are worked on in windows, and added up in their order. */
@@ -105,7 +106,7 @@ static void share(const Plan *plan, Shared *shared, const Reduced *sums)
     if (plan->weight_use == USE_LOG_OFFSET) lam += sums->log_weight;
     if (plan->weight_use != USE_MULTIPLY)
         shared->surrogate_weight = plan->weight_use == USE_GEOMETRIC_MEAN ? exp(sums->log_weight / n) : 1;
-    shared->lam = fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
+    shared->lam = lam != lam ? lam : fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
     shared->lam_slope = shared->lam == lam;
     shared->log_rho = sums->x / n;
     shared->rho = saturated_exp(shared->log_rho, plan->exp_bound);

@@ -32,12 +32,15 @@ class Surrogate:
     options: tuple[str, ...]  # keywords of grpo_loss it takes, passed to ``bounds``
     bounds: Callable[..., Bounds]
     source: str
+    ratio: bool = True  # whether f depends on lam at all
 
 
 def _clip(epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None,
           dual_clip: float | None = None) -> Bounds:
     # -min(min(r, delta) A, clip(r) A) and the dual clip both come down to three bounds on r:
     # from above for A > 0, and from both sides for A < 0.
+    if delta is not None and dual_clip is not None:
+        raise ValueError("delta: no source combines it with dual_clip; pass one of the two")
     low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     cap_positive = high if delta is None else min(delta, high)
     cap_negative = inf if delta is None else max(delta, high)
@@ -47,12 +50,23 @@ def _clip(epsilon: float = 0.2, epsilon_high: float | None = None, delta: float 
 
 
 def _cispo(epsilon: float | None = None, epsilon_high: float | None = None, cispo_bound: str = "relative") -> Bounds:
-    low, high = {
-        "relative": lambda: (1 - (0.2 if epsilon is None else epsilon),
-                             1 + (epsilon_high if epsilon_high is not None else 0.2 if epsilon is None else epsilon)),
-        "cap": lambda: (0.0, 5.0 if epsilon_high is None else epsilon_high),
-        "absolute": lambda: (0.0 if epsilon is None else epsilon, inf if epsilon_high is None else epsilon_high),
-    }[cispo_bound]()
+    if cispo_bound == "relative":
+        epsilon = 0.2 if epsilon is None else epsilon
+        low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    else:
+        if epsilon_high is None:
+            raise ValueError(
+                f"epsilon_high: cispo_bound={cispo_bound!r} makes it the largest weight itself, so there is no default; "
+                "pass one, such as epsilon_high=5.0"
+            )
+        if (epsilon is None) == (cispo_bound == "absolute"):
+            raise ValueError(
+                "epsilon: cispo_bound='absolute' needs it as the smallest weight, cispo_bound='cap' has none; "
+                f"{'pass it' if epsilon is None else 'leave it out'} or choose another bound"
+            )
+        low, high = 0.0 if epsilon is None else epsilon, epsilon_high
+        if low > high:
+            raise ValueError(f"epsilon: the smallest weight {low:g} exceeds epsilon_high={high:g}; swap them")
     return Bounds((low, high), low, high)
 
 
@@ -71,7 +85,7 @@ SURROGATES: dict[str, Surrogate] = {
     "sapo": Surrogate(
         2, "-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A",
         ("sapo_temperature_pos", "sapo_temperature_neg"), _sapo, "arXiv:2511.20347"),
-    "gpg": Surrogate(3, "-A logp", (), Bounds, "arXiv:2504.02546"),
+    "gpg": Surrogate(3, "-A logp", (), Bounds, "arXiv:2504.02546", ratio=False),
 }
 
 
@@ -108,7 +122,7 @@ class Aggregation:
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    "token-mean": Aggregation("sum of all / num_items_in_batch", ("num_items_in_batch", "num_processes"), "arXiv:2503.14476"),
+    "token-mean": Aggregation("sum of all * num_processes / num_items_in_batch", ("num_items_in_batch", "num_processes"), "arXiv:2503.14476"),
     "token-sum": Aggregation("sum of all", (), "verl 0.9.1 core_algos.agg_loss"),
     "seq-mean-token-mean": Aggregation("mean over sequences of token means", ("num_sequences",), "arXiv:2402.03300 eq. 3"),
     "seq-mean-token-sum": Aggregation("mean over sequences of token sums", ("num_sequences",), "verl 0.9.1 core_algos.agg_loss"),
@@ -168,6 +182,26 @@ SINGLETONS = {"zero": c.SINGLETON_ZERO, "raw": c.SINGLETON_RAW, "error": None}
 NAN_POLICIES = ("error", "exclude")
 ADVANTAGE_LEVELS = ("completion", "step", "token")
 WEIGHT_LEVELS = ("token", "completion")
+
+#: What numeric options of a loss must satisfy: (least, above).
+OPTION_BOUNDS: dict[str, tuple[float, float]] = {
+    "epsilon": (0.0, -inf),
+    "epsilon_high": (0.0, -inf),
+    "delta": (-inf, 0.0),
+    "dual_clip": (-inf, 1.0),
+    "sapo_temperature_pos": (-inf, 0.0),
+    "sapo_temperature_neg": (-inf, 0.0),
+    "log_ratio_clamp": (-inf, 0.0),
+    "beta": (0.0, -inf),
+    "kl_clamp_in": (-inf, 0.0),
+    "kl_clamp_out": (-inf, 0.0),
+    "num_items_in_batch": (0.0, -inf),
+    "num_processes": (-inf, 0.0),
+    "num_sequences": (0.0, -inf),
+    "num_groups": (0.0, -inf),
+    "max_completion_length": (-inf, 0.0),
+    "loss_scale_factor": (-inf, 0.0),
+}
 
 STEP_FORMS = {
     "increment": "the step's own reward",

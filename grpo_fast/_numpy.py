@@ -1,0 +1,373 @@
+"""The oracle and the fallback: plain NumPy, one completion at a time, always in float64.
+
+Written to be read next to the papers and ``_contract.py``, not to be fast. A surrogate is a function
+``(lam, r, logp, old_logp, A, params) -> (value, d/dlam, d/dlogp)`` and a row of ``SURROGATES``; a KL
+estimator is a function ``(d, exp_bound) -> (value, d/dlogp)`` and a row of ``KL_ESTIMATORS``. Every
+array below holds the counted tokens of one completion: what the mask leaves out is never seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _contract as c
+from ._contract import Batch, Double, Int, Plan, PoolPlan, Real
+
+Bool: TypeAlias = npt.NDArray[np.bool_]
+Params: TypeAlias = tuple[float, ...]
+Slopes: TypeAlias = tuple[Double, Double, Double]  # value, d/dlam, d/dlogp
+
+# ---- exp ---------------------------------------------------------------------------------------------
+
+#: 2 / (k + 2)!, so that exp(d) - 1 - d = d^2/2 sum_k _TAIL[k] d^k; 18 terms reach 1e-18 at |d| = 1.
+_TAIL = [2.0 / math.factorial(k + 2) for k in range(18)]
+
+
+def _exp(x: Double, bound: float) -> Double:
+    """exp, saturated: beyond +-bound it is exp(+-bound)."""
+    return np.exp(np.clip(x, -bound, bound))
+
+
+def _exp_minus_1_minus(d: Double, bound: float) -> Double:
+    """exp(d) - 1 - d to a few ULP, for tiny d too; exp saturates, the linear term does not."""
+    small = np.where(np.abs(d) < 1, d, 0.0)
+    series = small * small / 2 * np.polynomial.polynomial.polyval(small, _TAIL)
+    return np.where(np.abs(d) < 1, series, np.expm1(np.clip(d, -bound, bound)) - d)
+
+
+# ---- surrogates --------------------------------------------------------------------------------------
+
+
+def _clip(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    low, cap_positive, cap_negative = params[:3]
+    lower = np.where(A > 0, -np.inf, low)
+    upper = np.where(A > 0, cap_positive, cap_negative)
+    flows = (lower <= r) & (r <= upper)  # ties flow in full
+    return -A * np.minimum(np.maximum(r, lower), upper), np.where(flows, -A * r, 0.0), np.zeros_like(r)
+
+
+def _cispo(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    w = np.clip(r, params[0], params[1])  # detached
+    return -w * A * logp, np.zeros_like(r), -w * A
+
+
+def _sapo(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    tau = np.where(A > 0, params[0], params[1])
+    z = tau * (r - 1)
+    e = np.exp(-np.abs(z))  # sigmoid(|z|) = 1 / (1 + e); underflows to 0, where the slope is 0
+    sigmoid = np.where(z >= 0, 1.0, e) / (1 + e)
+    return -A * 4 / tau * sigmoid, -4 * A * e / (1 + e) ** 2 * r, np.zeros_like(r)
+
+
+def _gpg(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    return -A * logp, np.zeros_like(r), -A
+
+
+SURROGATES: dict[int, Callable[[Double, Double, Double, Double, Double, Params], Slopes]] = {
+    0: _clip,
+    1: _cispo,
+    2: _sapo,
+    3: _gpg,
+}
+
+# ---- KL estimators of d = ref_logp - logp ------------------------------------------------------------
+
+
+def _k1(d: Double, bound: float) -> tuple[Double, Double]:
+    return -d, np.ones_like(d)
+
+
+def _k2(d: Double, bound: float) -> tuple[Double, Double]:
+    return d * d / 2, -d
+
+
+def _k3(d: Double, bound: float) -> tuple[Double, Double]:
+    return _exp_minus_1_minus(d, bound), -np.expm1(np.clip(d, -bound, bound))
+
+
+def _abs(d: Double, bound: float) -> tuple[Double, Double]:
+    return np.abs(d), -np.sign(d)
+
+
+KL_ESTIMATORS: dict[int, Callable[[Double, float], tuple[Double, Double]]] = {1: _k1, 2: _k2, 3: _k3, 4: _abs}
+
+# ---- what the level does to x = logp - old_logp before it reduces ------------------------------------
+
+
+def _identity(x: Double, A: Double, lo: float, hi: float) -> tuple[Double, Bool]:
+    return x, np.ones(x.shape, np.bool_)
+
+
+def _clamp(x: Double, A: Double, lo: float, hi: float) -> tuple[Double, Bool]:
+    return np.clip(x, lo, hi), (lo <= x) & (x <= hi)
+
+
+def _sign_clip(x: Double, A: Double, lo: float, hi: float) -> tuple[Double, Bool]:
+    clipped = np.clip(x, lo, hi)
+    pre = np.where(A > 0, np.minimum(x, clipped), np.maximum(x, clipped))
+    return pre, pre == x
+
+
+#: (x, A, lo, hi) -> (pre(x), where its slope is 1 rather than 0)
+PRE: dict[int, Callable[[Double, Double, float, float], tuple[Double, Bool]]] = {
+    c.PRE_IDENTITY: _identity,
+    c.PRE_CLAMP: _clamp,
+    c.PRE_SIGN_CLIP: _sign_clip,
+}
+
+# ---- one completion ----------------------------------------------------------------------------------
+
+
+class _Tokens(NamedTuple):
+    """The counted tokens of one completion."""
+
+    logp: Double
+    old_logp: Double
+    ref_logp: Double | None
+    A: Double
+    weight: Double | None
+    non_finite: int
+
+
+def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int = 1) -> None:
+    """Statistics of every completion and, where ``grad`` is given, the gradient in its slots."""
+    with np.errstate(all="ignore"):
+        for i, (start, stop) in enumerate(zip(batch.start, batch.stop, strict=True)):
+            counted = _counted(batch.mask, start, stop)
+            gradient = np.zeros(stop - start)
+            stats[i], gradient[counted] = _completion(plan, _gather(batch, i, counted))
+            if grad is not None:
+                grad[start:stop] = _narrow(batch.weights[i] * gradient, grad.dtype)
+
+
+def _counted(mask: npt.NDArray[np.uint8] | None, start: int, stop: int) -> Bool:
+    return np.ones(stop - start, np.bool_) if mask is None else mask[start:stop] != 0
+
+
+def _gather(batch: Batch, i: int, counted: Bool) -> _Tokens:
+    """Select the counted tokens of completion i, widened to float64."""
+
+    def select(values: Real | None) -> Double | None:
+        return None if values is None else values[batch.start[i] : batch.stop[i]][counted].astype(np.float64)
+
+    given = [select(a) for a in (batch.old_logp, batch.ref_logp, batch.token_advantages, batch.token_weight)]
+    old_logp, ref_logp, token_advantages, weight = given
+    logp = batch.logp[batch.start[i] : batch.stop[i]][counted].astype(np.float64)
+    bad = np.any([~np.isfinite(a) for a in (logp, *given) if a is not None], axis=0)
+
+    A = np.zeros_like(logp)
+    if batch.advantages is not None:
+        A = A + batch.advantages[i]
+    if batch.step_advantages is not None and batch.step_offsets is not None and batch.step_ends is not None:
+        steps = slice(batch.step_offsets[i], batch.step_offsets[i + 1])
+        A = A + _of_step(batch.step_advantages[steps], batch.step_ends[steps], len(counted), 0.0)[counted]
+    if token_advantages is not None:
+        A = A + token_advantages
+    if batch.completion_weight is not None:
+        weight = batch.completion_weight[i] * (np.ones_like(logp) if weight is None else weight)
+    # without old_logp the policy is its own: x = logp - logp = 0
+    return _Tokens(logp, logp if old_logp is None else old_logp, ref_logp, A, weight, int(bad.sum()))
+
+
+def _completion(plan: Plan, t: _Tokens) -> tuple[Double, Double]:
+    """The row of ``stats`` and, up to w_i, the gradient."""
+    if len(t.logp) == 0:
+        return _row({"log_ratio_min": np.inf, "log_ratio_max": -np.inf}), np.zeros(0)
+    x = t.logp - t.old_logp
+    weight, offset = _weight(plan, t)
+    lam, flows = _level(plan, x, t.A, offset)
+    params = (plan.p0, plan.p1, plan.p2, plan.p3)
+    value, dlam, dlogp = SURROGATES[plan.surrogate](lam, _exp(lam, plan.exp_bound), t.logp, t.old_logp, t.A, params)
+    kl, dkl = _kl(plan, x, t)
+    through = _over_level(plan.level, weight * dlam, plan.reduce)
+    gradient = np.where(flows, through, 0.0) + weight * dlogp + plan.beta * dkl
+    return _statistics(plan, t, lam, weight * value, kl), gradient
+
+
+def _weight(plan: Plan, t: _Tokens) -> tuple[Double, float]:
+    """c_t, and what is added to the reduced log-ratio; without weights 1 and 0, whatever their use."""
+    ones = np.ones_like(t.logp)
+    if t.weight is None:
+        return ones, 0.0
+    if plan.weight_use == c.USE_LOG_OFFSET:
+        return ones, float(np.clip(np.log(t.weight), plan.lam_lo, plan.lam_hi).sum())
+    if plan.weight_use == c.USE_GEOMETRIC_MEAN:
+        return np.exp(np.clip(np.log(t.weight + 1e-10).mean(), -plan.exp_bound, plan.exp_bound)) * ones, 0.0
+    return t.weight, 0.0
+
+
+def _level(plan: Plan, x: Double, A: Double, offset: float) -> tuple[Double, Bool]:
+    """lam of every token, and where pre' clamp' is 1 rather than 0."""
+    lam, flows = PRE[plan.pre](x, A, plan.pre_lo, plan.pre_hi)
+    if plan.level != c.LEVEL_TOKEN:
+        reduced = lam.sum() if plan.reduce == c.REDUCE_SUM else lam.mean()
+        lam = np.full_like(x, reduced + offset)
+    inside = (plan.lam_lo <= lam) & (lam <= plan.lam_hi)
+    return np.clip(lam, plan.lam_lo, plan.lam_hi), flows & inside
+
+
+def _over_level(level: int, slope: Double, reduce: int) -> Double:
+    """d/dx_t from d/dlam_t: the token's own slope, or at the sequence level everybody's slope / n."""
+    if level != c.LEVEL_SEQUENCE:
+        return slope
+    return np.full_like(slope, slope.sum() if reduce == c.REDUCE_SUM else slope.mean())
+
+
+def _kl(plan: Plan, x: Double, t: _Tokens) -> tuple[Double, Double]:
+    """rho_t k_t and its part of the gradient, both before beta."""
+    if plan.kl == c.KL_NONE or t.ref_logp is None:
+        return np.zeros_like(x), np.zeros_like(x)
+    d = t.ref_logp - t.logp
+    k, dk = KL_ESTIMATORS[plan.kl](np.clip(d, -plan.kl_clamp_in, plan.kl_clamp_in), plan.exp_bound)
+    inside = (np.abs(d) <= plan.kl_clamp_in) & (np.abs(k) <= plan.kl_clamp_out)
+    k, dk = np.clip(k, -plan.kl_clamp_out, plan.kl_clamp_out), np.where(inside, dk, 0.0)
+    if plan.kl_straight_through:
+        dk = -d
+    if plan.rho == c.RHO_NONE:
+        return k, dk
+    log_rho = x if plan.rho_level == c.LEVEL_TOKEN else np.full_like(x, x.mean())
+    rho = _exp(log_rho, plan.exp_bound)
+    if plan.rho == c.RHO_RATIO_DETACHED:
+        return rho * k, rho * dk
+    return rho * k, rho * dk + _over_level(plan.rho_level, rho * k, c.REDUCE_MEAN)
+
+
+def _statistics(plan: Plan, t: _Tokens, lam: Double, surrogate: Double, kl: Double) -> Double:
+    r = _exp(lam, plan.exp_bound)
+    low = (t.A < 0) & (r < plan.clip_lo)
+    high = (t.A > 0) & (r > plan.clip_hi)
+    ratios = len(lam) if plan.level == c.LEVEL_TOKEN else 1  # at the sequence levels all lam are one number
+    sums = {
+        "surrogate": surrogate.sum(),
+        "kl": kl.sum(),
+        "log_ratio": lam[:ratios].sum(),
+        "approx_kl": _exp_minus_1_minus(lam[:ratios], plan.exp_bound).sum(),
+        "ratio_sq": (r[:ratios] * r[:ratios]).sum(),
+        "clip_low": low.sum() * ratios / len(lam),
+        "clip_high": high.sum() * ratios / len(lam),
+        "log_ratio_min": lam.min(),
+        "log_ratio_max": lam.max(),
+        "non_finite": t.non_finite,
+    }
+    return _row(sums)
+
+
+def _row(columns: dict[str, float]) -> Double:
+    return np.array([columns.get(name, 0.0) for name in c.STATS], np.float64)
+
+
+def _narrow(values: Double, dtype: np.dtype[np.floating]) -> Real:
+    """As ``dtype``, saturated at its largest finite number."""
+    largest = float(np.finfo(dtype).max)
+    return np.clip(values, -largest, largest).astype(dtype)
+
+
+# ---- counting and summing ----------------------------------------------------------------------------
+
+
+def count_tokens(mask: npt.NDArray[np.uint8] | None, start: Int, stop: Int) -> Int:
+    """Counted tokens of each completion."""
+    counts = [np.count_nonzero(_counted(mask, a, b)) for a, b in zip(start, stop, strict=True)]
+    return np.array(counts, np.int64)
+
+
+def sum_columns(table: Double) -> Double:
+    """The exact sum of every column, rounded once."""
+    return np.array([_sum(column) for column in table.T], np.float64)
+
+
+def _sum(values: Double) -> float:
+    """math.fsum without its exceptions: inf - inf is NaN, and what overflows is inf."""
+    try:
+        return math.fsum(values)
+    except ValueError:  # inf - inf
+        return math.nan
+    except OverflowError:  # perhaps on the way only: once more, scaled down, and back
+        return 2.0**64 * math.fsum(values * 2.0**-64)
+
+
+# ---- pools of values ---------------------------------------------------------------------------------
+
+
+def standardize(values: Double, order: Int, offsets: Int, plan: PoolPlan, out: Double) -> None:
+    """Every pool less its baseline, over its scale, as :class:`PoolPlan` says."""
+    with np.errstate(all="ignore"):
+        for first, last in itertools.pairwise(offsets):
+            pool = order[first:last]
+            if len(pool) > 0:
+                out[pool] = _standardized(values[pool], plan)
+
+
+def _standardized(v: Double, plan: PoolPlan) -> Double:
+    m = len(v)
+    if m == 1:
+        raw = v if plan.scale == c.SCALE_NONE else v / (1 + plan.eps)
+        return raw if plan.singleton == c.SINGLETON_RAW else np.zeros(1)
+    if plan.baseline != c.BASELINE_NONE and _equal(float(v.min()), float(v.max()), plan.ulp):
+        return np.zeros(m)
+    centred = v - _baseline(v, plan.baseline)
+    std = {c.SCALE_GROUP: _std(v, plan.ddof), c.SCALE_BATCH: plan.batch_std, c.SCALE_NONE: 0.0}[plan.scale]
+    return centred if std == 0 else centred / (std + plan.eps)
+
+
+def _equal(least: float, largest: float, ulp: float) -> bool:
+    """Whether the range is at most 4 ULP of the largest magnitude."""
+    _, exponent = math.frexp(max(abs(least), abs(largest)))  # floor(log2) + 1, exactly
+    return largest - least <= 4 * math.ldexp(ulp, exponent - 1)
+
+
+def _baseline(v: Double, baseline: int) -> Double | float:
+    if baseline == c.BASELINE_NONE:
+        return 0.0
+    total = _sum(np.sort(v))
+    return total / len(v) if baseline == c.BASELINE_MEAN else (total - v) / (len(v) - 1)
+
+
+def _std(v: Double, ddof: int) -> float:
+    """Two passes, each in ascending order of the values; of equal values exactly 0."""
+    v = np.sort(v)
+    if ddof >= len(v) or v[0] == v[-1]:
+        return 0.0
+    deviations = v - _sum(v) / len(v)
+    return math.sqrt(_sum(deviations * deviations) / (len(v) - ddof))
+
+
+def pool_std(values: Double, ddof: int) -> float:
+    """Standard deviation of all the values."""
+    with np.errstate(all="ignore"):
+        return _std(values, ddof)
+
+
+# ---- steps -------------------------------------------------------------------------------------------
+
+
+def expand_steps(
+    step_values: Double,
+    step_offsets: Int,
+    step_ends: Int,
+    start: Int,
+    stop: Int,
+    base: Double | None,
+    tail_last: bool,
+    out: Real,
+) -> None:
+    """Every token gets the value of its step, and its completion's base."""
+    with np.errstate(all="ignore"):
+        for i, (a, b) in enumerate(zip(start, stop, strict=True)):
+            steps = slice(step_offsets[i], step_offsets[i + 1])
+            values = step_values[steps]
+            tail = float(values[-1]) if tail_last and len(values) > 0 else 0.0
+            of_step = _of_step(values, step_ends[steps], b - a, tail)
+            out[a:b] = _narrow(of_step if base is None else base[i] + of_step, out.dtype)
+
+
+def _of_step(values: Double, ends: Int, n: int, tail: float) -> Double:
+    """For the tokens 0..n-1 the value of the first step that ends at or after them, else the tail."""
+    first = np.searchsorted(ends, np.arange(n))
+    return np.append(values, tail)[first]

@@ -1,0 +1,567 @@
+"""The loss: :func:`grpo_loss` on ragged batches, and :func:`kl` per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _backends, _contract, _threads
+from . import _validate as check
+from . import weights as _weights
+from ._contract import STATS, Batch, Double, Int, Plan, Real
+from .groups import Groups, make_groups
+from .methods import LossOptions, resolve
+from .tables import ADVANTAGE_LEVELS, WEIGHT_LEVELS
+
+_COLUMN = {name: k for k, name in enumerate(STATS)}
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """What :func:`grpo_loss` returns.
+
+    ``loss`` is the number to minimise; ``grad`` is dloss/dlogp, shaped like ``logp`` (None without
+    ``compute_grad``), 0 on masked tokens and in slots of no completion; ``metrics`` are named in
+    :data:`grpo_fast.tables.METRICS`; ``per_completion`` (n_completions,) sums to ``loss``.
+    """
+
+    loss: float
+    grad: npt.NDArray[Any] | None
+    metrics: dict[str, float]
+    per_completion: Double
+
+
+class Ranges(NamedTuple):
+    """Which slots of the token buffer each completion owns; everything is validated."""
+
+    start: Int
+    stop: Int
+    n_slots: int
+    packed: bool  # in order and without gaps between completions
+    width: int | None = None  # of padded rows
+
+
+def grpo_loss(
+    logp: npt.ArrayLike,
+    old_logp: npt.ArrayLike | None,
+    ref_logp: npt.ArrayLike | None,
+    advantages: npt.ArrayLike,
+    token_offsets: npt.ArrayLike,
+    *,
+    loss_type: str = "grpo",
+    importance_sampling_level: str | None = None,
+    loss_agg_mode: str | None = None,
+    mask: npt.ArrayLike | None = None,
+    token_weight: npt.ArrayLike | None = None,
+    weight_level: str = "token",
+    advantage_level: str = "completion",
+    step_advantages: npt.ArrayLike | None = None,
+    step_offsets: npt.ArrayLike | None = None,
+    step_ends: npt.ArrayLike | None = None,
+    group_ids: Any = None,
+    group_offsets: npt.ArrayLike | None = None,
+    epsilon: float | None = None,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    dual_clip: float | None = None,
+    log_ratio_clamp: float | None = None,
+    cispo_bound: str | None = None,
+    sapo_temperature_pos: float | None = None,
+    sapo_temperature_neg: float | None = None,
+    beta: float | None = None,
+    kl_estimator: str | None = None,
+    kl_ratio_factor: str | None = None,
+    kl_clamp_in: float | None = None,
+    kl_clamp_out: float | None = None,
+    num_items_in_batch: float | None = None,
+    num_processes: float | None = None,
+    num_sequences: float | None = None,
+    num_groups: float | None = None,
+    max_completion_length: float | None = None,
+    loss_scale_factor: float | None = None,
+    compute_grad: bool = True,
+    grad_out: npt.NDArray[Any] | None = None,
+    grad_dtype: npt.DTypeLike | None = None,
+    n_threads: int | None = None,
+    backend: str | None = None,
+) -> LossResult:
+    """Policy-gradient loss of a ragged batch with its KL penalty, gradient and metrics, in one pass.
+
+        L = sum_i w_i sum_t m_t ( c_t f(lam_t, logp_t, old_logp_t, A_t) + beta rho_t kl_t )
+
+    ``f`` is the surrogate of ``loss_type``, lam the log-ratio log(pi / pi_old) at the importance
+    sampling level, w_i the aggregation, c the token weight, m the mask.
+
+    Parameters
+    ----------
+    logp, old_logp, ref_logp : (n_tokens,) float16, bfloat16, float32 or float64
+        Log-probabilities (natural log) of the sampled tokens under the policy in training, the
+        proximal policy and the frozen reference. ``old_logp`` None: on-policy, every ratio is 1.
+        ``ref_logp`` None: no KL.
+    advantages : (n_completions,), or (n_steps,) / (n_tokens,) with ``advantage_level`` "step" / "token"
+        Tokens after a completion's last step have step advantage 0.
+    token_offsets : (n_completions + 1,) integers
+        Tokens of completion i are ``[token_offsets[i], token_offsets[i + 1])``.
+    loss_type : a row of :data:`grpo_fast.tables.METHODS`
+        Surrogate, level and aggregation together.
+    importance_sampling_level : "token", "sequence" or "sequence_token"
+        One ratio per token; one per completion, exp(mean log-ratio); or the sequence ratio's value
+        with each token's own gradient (GSPO-token).
+    loss_agg_mode : a row of :data:`grpo_fast.tables.AGGREGATIONS`, in place of the loss type's own
+    mask : (n_tokens,) bool or 0/1
+        1 = the token counts, for everything. Masked slots may hold anything, NaN included.
+    token_weight : (n_tokens,), or (n_completions,) with ``weight_level="completion"``
+        Multiplies the surrogate only, not the KL and not the denominators.
+    step_advantages, step_offsets, step_ends
+        Per-step advantages added on top of completion-level ones, or the layout of
+        ``advantage_level="step"``; ``step_ends`` are inclusive indices within the completion.
+    group_ids, group_offsets
+        The prompts, for ``loss_agg_mode="prompt-mean"``.
+    epsilon, epsilon_high, delta, dual_clip : clip range [1 - epsilon, 1 + epsilon_high]
+        Default 0.2 and ``epsilon``. ``delta`` caps the unclipped ratio (TRL); ``dual_clip`` bounds
+        the loss of a negative advantage by -dual_clip A (verl, AReaL).
+    log_ratio_clamp : c, holds every token's log-ratio in [-c, c]; no gradient passes outside
+    cispo_bound : "relative", "cap" or "absolute"
+        What epsilon and epsilon_high mean for cispo: [1 - epsilon, 1 + epsilon_high]; weights up to
+        epsilon_high itself (TRL, Liger); or both the weights' bounds (tinker).
+    beta : KL coefficient; None is 0.04 with a reference and 0 without
+    kl_estimator : "k1", "k2", "k3" (default) or "abs"; a trailing "+" keeps its value with k2's gradient
+    kl_ratio_factor : "none" (default), "ratio" (differentiated) or "ratio_detached"
+    kl_clamp_in, kl_clamp_out : bounds on |ref_logp - logp| and on the value; no gradient outside
+    num_items_in_batch, num_processes, num_sequences, num_groups, max_completion_length, loss_scale_factor
+        Denominators of the whole batch, where this call sees a part of it; see the aggregations.
+    compute_grad, grad_out, grad_dtype
+        Whether to compute the gradient, where to write it, in which dtype. Default: that of
+        ``logp``, float32 for 16-bit input.
+    n_threads : None (by the size of the batch), a positive number, or -1 for all
+    backend : "cython", "numba" or "numpy"; None is the one in force
+
+    Returns
+    -------
+    LossResult
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument and the first bad index: lengths that disagree, offsets that decrease
+        or leave the buffer, non-finite numbers on counted tokens, options the method has no use for.
+
+    Notes
+    -----
+    float32 input is computed in float32 and summed in float64; any float64 log-prob makes the
+    computation float64. Results do not depend on the number of threads, on the position of a
+    completion in the buffer or on the order of completions, to the last bit. Empty completions
+    count as sequences; a batch without counted tokens gives 0.
+
+    References
+    ----------
+    Shao et al. 2024, arXiv:2402.03300, eq. 3; every row of the tables names its own source.
+
+    Examples
+    --------
+    >>> import numpy as np, grpo_fast as gf
+    >>> logp = np.log([0.5, 0.25, 0.5])
+    >>> result = gf.grpo_loss(logp, logp, None, [1.0, -1.0], [0, 2, 3])
+    >>> result.loss, result.grad
+    (0.0, array([-0.25, -0.25,  0.5 ]))
+    """
+    logp_array = check.log_probs("logp", logp)
+    offsets = check.offsets("token_offsets", token_offsets, len(logp_array), "logp")
+    ranges = Ranges(offsets[:-1], offsets[1:], len(logp_array), packed=True)
+    options = LossOptions(
+        importance_sampling_level=importance_sampling_level,
+        loss_agg_mode=loss_agg_mode,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        dual_clip=dual_clip,
+        log_ratio_clamp=log_ratio_clamp,
+        cispo_bound=cispo_bound,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        beta=beta,
+        kl_estimator=kl_estimator,
+        kl_ratio_factor=kl_ratio_factor,
+        kl_clamp_in=kl_clamp_in,
+        kl_clamp_out=kl_clamp_out,
+        num_items_in_batch=num_items_in_batch,
+        num_processes=num_processes,
+        num_sequences=num_sequences,
+        num_groups=num_groups,
+        max_completion_length=max_completion_length,
+        loss_scale_factor=loss_scale_factor,
+    )
+    return evaluate(
+        ranges,
+        logp_array,
+        old_logp,
+        ref_logp,
+        advantages,
+        options,
+        loss_type=loss_type,
+        mask=mask,
+        token_weight=token_weight,
+        weight_level=weight_level,
+        advantage_level=advantage_level,
+        step_advantages=step_advantages,
+        step_offsets=step_offsets,
+        step_ends=step_ends,
+        group_ids=group_ids,
+        group_offsets=group_offsets,
+        compute_grad=compute_grad,
+        grad_out=grad_out,
+        grad_dtype=grad_dtype,
+        n_threads=n_threads,
+        backend=backend,
+    )
+
+
+def evaluate(
+    ranges: Ranges,
+    logp: npt.NDArray[Any],
+    old_logp: npt.ArrayLike | None,
+    ref_logp: npt.ArrayLike | None,
+    advantages: npt.ArrayLike,
+    options: LossOptions,
+    *,
+    loss_type: str = "grpo",
+    mask: npt.ArrayLike | None = None,
+    token_weight: npt.ArrayLike | None = None,
+    weight_level: str = "token",
+    advantage_level: str = "completion",
+    step_advantages: npt.ArrayLike | None = None,
+    step_offsets: npt.ArrayLike | None = None,
+    step_ends: npt.ArrayLike | None = None,
+    group_ids: Any = None,
+    group_offsets: npt.ArrayLike | None = None,
+    compute_grad: bool = True,
+    grad_out: npt.NDArray[Any] | None = None,
+    grad_dtype: npt.DTypeLike | None = None,
+    n_threads: int | None = None,
+    backend: str | None = None,
+) -> LossResult:
+    """:func:`grpo_loss` on any ranges; ``logp`` is flat and checked, everything else as there."""
+    kernels = _backends.get(backend)
+    old, ref = (
+        None if values is None else _log_probs(name, values, ranges.n_slots)
+        for name, values in (("old_logp", old_logp), ("ref_logp", ref_logp))
+    )
+    dtype = np.dtype(np.float64 if any(a is not None and a.dtype == np.float64 for a in (logp, old, ref)) else np.float32)
+    plan, aggregation, denominators = resolve(
+        loss_type, options, has_reference=ref is not None, dtype=dtype, width=ranges.width
+    )
+    counted = None if mask is None else check.mask("mask", mask, ranges.n_slots)
+    counts: Int = (
+        ranges.stop - ranges.start if counted is None else kernels.count_tokens(counted, ranges.start, ranges.stop)
+    )
+    groups = _groups(aggregation, len(counts), group_ids, group_offsets)
+    if groups is not None:
+        denominators = {**denominators, "groups": groups}  # type: ignore[dict-item]
+    batch = Batch(
+        ranges.start,
+        ranges.stop,
+        np.ascontiguousarray(logp, dtype=dtype),
+        old,
+        ref,
+        counted,
+        *_token_weights(token_weight, weight_level, ranges, counts),
+        *_advantages(advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts),
+        _weights.FUNCTIONS[aggregation](counts, **denominators),
+    )
+    grad, kernel_grad = _gradient(logp, batch, ranges, compute_grad, grad_out, grad_dtype)
+    stats = np.empty((len(counts), len(STATS)))
+    kernels.policy_loss(plan, batch, kernel_grad, stats, _threads.choose(int(counts.sum()), n_threads))
+    if stats[:, _COLUMN["non_finite"]].any():
+        _raise_non_finite(batch, stats)
+    if grad is not None and kernel_grad is not None and grad is not kernel_grad:
+        check.narrow(kernel_grad.astype(np.float64), grad.dtype, grad)
+    return _result(kernels, plan, batch, counts, grad, stats)
+
+
+def _log_probs(name: str, values: npt.ArrayLike, n_slots: int) -> Real:
+    array = check.log_probs(name, values)
+    check.length(name, array, n_slots, "token of logp")
+    return check.kernel_ready(array)
+
+
+def _groups(aggregation: str, n: int, group_ids: Any, group_offsets: npt.ArrayLike | None) -> Groups | None:
+    given = group_ids is not None or group_offsets is not None
+    groups = make_groups(n, group_ids, group_offsets) if given else None
+    if aggregation != "prompt-mean":
+        return None
+    if groups is None:
+        raise ValueError("group_ids: loss_agg_mode='prompt-mean' needs the prompts; pass group_ids or group_offsets")
+    return groups
+
+
+def _token_weights(
+    weight: npt.ArrayLike | None, level: str, ranges: Ranges, counts: Int
+) -> tuple[Real | None, Double | None]:
+    """(token_weight, completion_weight) of the batch."""
+    check.one_of("weight_level", level, WEIGHT_LEVELS)
+    if weight is None:
+        if level != "token":
+            raise ValueError("weight_level: there is no token_weight; pass it, or leave weight_level out")
+        return None, None
+    array = check.real("token_weight", weight)
+    if level == "token":
+        check.length("token_weight", array, ranges.n_slots, "token")
+        return check.kernel_ready(array), None
+    check.length("token_weight", array, len(counts), "completion")
+    return None, _per_completion("token_weight", array, counts)
+
+
+def _per_completion(name: str, array: npt.NDArray[Any], counts: Int) -> Double:
+    """As float64, finite wherever a token counts; elsewhere 0."""
+    values = array.astype(np.float64)
+    values[counts == 0] = 0.0
+    check.finite(name, values, "completion")
+    return values
+
+
+def _advantages(
+    advantages: npt.ArrayLike,
+    level: str,
+    step_advantages: npt.ArrayLike | None,
+    step_offsets: npt.ArrayLike | None,
+    step_ends: npt.ArrayLike | None,
+    ranges: Ranges,
+    counts: Int,
+) -> tuple[Double | None, Double | None, Int | None, Int | None, Real | None]:
+    """(advantages, step_advantages, step_offsets, step_ends, token_advantages) of the batch."""
+    check.one_of("advantage_level", level, ADVANTAGE_LEVELS)
+    if step_advantages is not None and level != "completion":
+        raise ValueError(
+            f"step_advantages: they come on top of completion-level advantages, not of advantage_level={level!r}; "
+            "add them up before, or pass advantage_level='completion'"
+        )
+    steps = advantages if level == "step" else step_advantages
+    layout = (step_offsets, step_ends)
+    if steps is None and any(a is not None for a in layout):
+        raise ValueError("step_offsets: there are no step advantages to lay out; pass advantage_level='step' or step_advantages")
+    step_batch = (None, None, None) if steps is None else _steps(steps, level, *layout, ranges)
+    if level == "step":
+        return None, *step_batch, None
+    array = check.real("advantages", advantages)
+    if level == "token":
+        check.length("advantages", array, ranges.n_slots, "token")
+        return None, None, None, None, check.kernel_ready(array)
+    check.length("advantages", array, len(counts), "completion")
+    return _per_completion("advantages", array, counts), *step_batch, None
+
+
+def _steps(
+    steps: npt.ArrayLike,
+    level: str,
+    step_offsets: npt.ArrayLike | None,
+    step_ends: npt.ArrayLike | None,
+    ranges: Ranges,
+) -> tuple[Double, Int, Int]:
+    if step_offsets is None or step_ends is None:
+        missing = "step_offsets" if step_offsets is None else "step_ends"
+        raise ValueError(f"{missing}: step advantages need step_offsets and step_ends; pass both")
+    name = "advantages" if level == "step" else "step_advantages"
+    values = check.real(name, steps).astype(np.float64)
+    ends = check.integers("step_ends", step_ends)
+    check.length("step_ends", ends, len(values), f"entry of {name}")
+    offsets = check.offsets("step_offsets", step_offsets, len(ends), "step_ends")
+    check.length("step_offsets", offsets, len(ranges.start) + 1, "completion, plus one")
+    check.step_ends(ends, offsets, ranges.stop - ranges.start)
+    check.finite(name, values, "step")
+    return values, offsets, ends
+
+
+def _gradient(
+    logp: npt.NDArray[Any],
+    batch: Batch,
+    ranges: Ranges,
+    compute_grad: bool,
+    grad_out: npt.NDArray[Any] | None,
+    grad_dtype: npt.DTypeLike | None,
+) -> tuple[npt.NDArray[Any] | None, Real | None]:
+    """The caller's gradient, and the one the kernel writes: the same array unless it is 16-bit."""
+    if not compute_grad:
+        for name, value in (("grad_out", grad_out), ("grad_dtype", grad_dtype)):
+            if value is not None:
+                raise ValueError(f"{name}: compute_grad=False leaves nothing to write; leave {name} out")
+        return None, None
+    if grad_out is not None:
+        _check_grad_out(grad_out, batch, ranges.n_slots, grad_dtype)
+        grad = grad_out
+    else:
+        dtype = np.dtype(grad_dtype) if grad_dtype is not None else logp.dtype
+        if grad_dtype is None and dtype.itemsize < 4:
+            dtype = np.dtype(np.float32)
+        if not check.is_float(dtype):
+            raise TypeError(f"grad_dtype: expected a float dtype, got {dtype}; pass np.float32 or np.float64")
+        grad = np.empty(ranges.n_slots, dtype.newbyteorder("="))
+    kernel_grad = grad if grad.dtype.itemsize >= 4 else np.empty(ranges.n_slots, np.float32)
+    if not ranges.packed:
+        kernel_grad[...] = 0
+    elif len(ranges.start) == 0:
+        kernel_grad[...] = 0
+    else:
+        kernel_grad[: ranges.start[0]] = 0
+        kernel_grad[ranges.stop[-1] :] = 0
+    return grad, kernel_grad
+
+
+def _check_grad_out(
+    grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad_dtype: npt.DTypeLike | None
+) -> None:
+    if not isinstance(grad_out, np.ndarray):
+        raise TypeError(f"grad_out: expected a NumPy array, got {type(grad_out).__name__}; pass np.empty_like(logp)")
+    wrong = (
+        f"shape {grad_out.shape}"
+        if grad_out.shape != (n_slots,)
+        else f"dtype {grad_out.dtype}"
+        if not check.is_float(grad_out.dtype)
+        or not grad_out.dtype.isnative
+        or (grad_dtype is not None and np.dtype(grad_dtype) != grad_out.dtype)
+        else "a read-only array"
+        if not grad_out.flags.writeable
+        else "an array with strides"
+        if not grad_out.flags.c_contiguous
+        else None
+    )
+    if wrong is not None:
+        wanted = "float" if grad_dtype is None else str(np.dtype(grad_dtype))
+        raise ValueError(
+            f"grad_out: expected a writable contiguous {wanted} array of shape ({n_slots},), got {wrong}; pass np.empty_like(logp)"
+        )
+    for name, array in zip(batch._fields, batch, strict=True):
+        if array is not None and np.may_share_memory(grad_out, array):
+            raise ValueError(f"grad_out: it overlaps {name}, which would be overwritten while it is read; pass its own memory")
+
+
+def _raise_non_finite(batch: Batch, stats: Double) -> None:
+    completion = int(np.argmax(stats[:, _COLUMN["non_finite"]] != 0))
+    start, stop = int(batch.start[completion]), int(batch.stop[completion])
+    tokens = np.arange(start, stop)
+    if batch.mask is not None:
+        tokens = tokens[batch.mask[start:stop] != 0]
+    arrays = {
+        "logp": batch.logp,
+        "old_logp": batch.old_logp,
+        "ref_logp": batch.ref_logp,
+        "advantages": batch.token_advantages,
+        "token_weight": batch.token_weight,
+    }
+    bad = {
+        name: tokens[~np.isfinite(array[tokens])]
+        for name, array in arrays.items()
+        if array is not None and not np.isfinite(array[tokens]).all()
+    }
+    name = min(bad, key=lambda key: int(bad[key][0]))
+    token = int(bad[name][0])
+    value = arrays[name][token]  # type: ignore[index]
+    raise ValueError(
+        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite on a token that "
+        f"counts; set mask[{token}] to 0 or mend the value"
+    )
+
+
+def _result(
+    kernels: Any, plan: Plan, batch: Batch, counts: Int, grad: npt.NDArray[Any] | None, stats: Double
+) -> LossResult:
+    surrogate = batch.weights * stats[:, _COLUMN["surrogate"]]
+    per_completion = surrogate + batch.weights * plan.beta * stats[:, _COLUMN["kl"]] if plan.beta else surrogate
+    stats[:, _COLUMN["surrogate"]] = surrogate
+    sums = dict(zip(STATS, kernels.sum_columns(stats[:, : _COLUMN["log_ratio_min"]]).tolist(), strict=False))
+    loss = float(kernels.sum_columns(per_completion[:, None])[0]) if plan.beta else sums["surrogate"]
+
+    tokens = int(counts.sum())
+    ratios = tokens if plan.level == _contract.LEVEL_TOKEN else int(np.count_nonzero(counts))
+    lowest, highest = 0.0, 0.0
+    if ratios:
+        extremes = stats[:, _COLUMN["log_ratio_min"]].min(), stats[:, _COLUMN["log_ratio_max"]].max()
+        lowest, highest = np.exp(np.clip(extremes, -plan.exp_bound, plan.exp_bound)).tolist()
+    per_ratio = 1 / max(ratios, 1)
+    ratio_sum = ratios + sums["log_ratio"] + sums["approx_kl"]
+    metrics = {"tokens": float(tokens), "policy_loss": sums["surrogate"]}
+    if batch.ref_logp is not None:
+        metrics["kl"] = sums["kl"] / max(tokens, 1)
+    metrics |= {
+        "approx_kl": sums["approx_kl"] * per_ratio,
+        "ppo_kl": -sums["log_ratio"] * per_ratio + 0.0,
+        "clip_ratio/low_mean": sums["clip_low"] * per_ratio,
+        "clip_ratio/high_mean": sums["clip_high"] * per_ratio,
+        "clip_ratio/region_mean": (sums["clip_low"] + sums["clip_high"]) * per_ratio,
+        "ratio/mean": ratio_sum * per_ratio,
+        "ratio/min": lowest,
+        "ratio/max": highest,
+        "ess": ratio_sum**2 / sums["ratio_sq"] * per_ratio if ratios else 0.0,
+    }
+    return LossResult(loss, grad, metrics, per_completion)
+
+
+def kl(
+    logp: npt.ArrayLike,
+    ref_logp: npt.ArrayLike,
+    *,
+    kl_estimator: str = "k3",
+    kl_clamp_in: float | None = None,
+    kl_clamp_out: float | None = None,
+    backend: str | None = None,
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """KL estimate of every token and its derivative with respect to ``logp``.
+
+    With d = ref_logp - logp: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d|; a trailing "+"
+    keeps the value and takes k2's slope, -d. k3 is non-negative and unbiased as a *value*; as a
+    term of a loss its slope is not that of the reverse KL (k2's is).
+
+    Parameters
+    ----------
+    logp, ref_logp : (n_tokens,) floats
+    kl_estimator, kl_clamp_in, kl_clamp_out, backend : as in :func:`grpo_fast.grpo_loss`
+
+    Returns
+    -------
+    (value, gradient) : two (n_tokens,) arrays of logp's dtype (float32 for 16-bit)
+
+    Raises
+    ------
+    ValueError, TypeError
+        Unknown estimator, lengths that disagree, a number that is not finite.
+
+    References
+    ----------
+    J. Schulman, Approximating KL divergence (2020); verl 0.9.1 ``core_algos.kl_penalty``;
+    arXiv:2506.09477 on the gradients.
+
+    Examples
+    --------
+    >>> import grpo_fast as gf
+    >>> gf.kl([-1.0, -1.0], [-0.7, -1.5], kl_estimator="k2")
+    (array([0.045, 0.125]), array([-0.3,  0.5]))
+    """
+    array = check.log_probs("logp", logp)
+    reference = check.log_probs("ref_logp", ref_logp)
+    check.length("ref_logp", reference, len(array), "token of logp")
+    for name, values in (("logp", array), ("ref_logp", reference)):
+        check.finite(name, values, "token")
+    value = np.empty(len(array), np.float64 if array.dtype == np.float64 else np.float32)
+    gradient = np.empty_like(value)
+    options = LossOptions(
+        kl_estimator=kl_estimator, kl_clamp_in=kl_clamp_in, kl_clamp_out=kl_clamp_out, beta=1.0, loss_agg_mode="token-sum"
+    )
+    # A completion per token: then the kernels' own sums are the values. A slice at a time bounds the memory.
+    for first in range(0, len(array), 1 << 16):
+        part = slice(first, min(first + (1 << 16), len(array)))
+        edges = np.arange(part.stop - part.start + 1)
+        result = evaluate(
+            Ranges(edges[:-1], edges[1:], len(edges) - 1, packed=True),
+            array[part],
+            None,
+            reference[part],
+            np.zeros(len(edges) - 1),
+            options,
+            loss_type="gpg",
+            grad_out=gradient[part],
+            backend=backend,
+        )
+        value[part] = check.narrow(result.per_completion, value.dtype)
+    return value, gradient

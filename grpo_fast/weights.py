@@ -1,0 +1,56 @@
+"""How token losses become one number: a weight w_i for every completion, the same on every backend.
+
+Each function is the row of :data:`grpo_fast.tables.AGGREGATIONS` with the same name; ``counts`` are
+the counted tokens n_i. A denominator that is given stands for the whole batch of which this call
+sees a part, so that the losses of the parts add up; without it, it is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ._contract import Double, Int
+from .groups import Groups
+
+
+def token_mean(counts: Int, num_items_in_batch: float | None = None, num_processes: float = 1) -> Double:
+    items = counts.sum() if num_items_in_batch is None else num_items_in_batch
+    return np.full(len(counts), num_processes / max(items, 1))
+
+
+def token_sum(counts: Int) -> Double:
+    return np.ones(len(counts))
+
+
+def seq_mean_token_mean(counts: Int, num_sequences: float | None = None) -> Double:
+    return 1 / (_sequences(counts, num_sequences) * np.maximum(counts, 1))
+
+
+def seq_mean_token_sum(counts: Int, num_sequences: float | None = None) -> Double:
+    return np.full(len(counts), 1 / _sequences(counts, num_sequences))
+
+
+def seq_mean_token_sum_norm(counts: Int, length: float, num_sequences: float | None = None) -> Double:
+    return np.full(len(counts), 1 / (_sequences(counts, num_sequences) * length))
+
+
+def prompt_mean(counts: Int, groups: Groups, num_groups: float | None = None) -> Double:
+    prompts = groups.n_groups if num_groups is None else num_groups
+    tokens = np.bincount(groups.codes, weights=counts, minlength=groups.n_groups)
+    return 1 / (max(prompts, 1) * np.maximum(tokens, 1)[groups.codes])
+
+
+def _sequences(counts: Int, num_sequences: float | None) -> float:
+    return max(len(counts) if num_sequences is None else num_sequences, 1)
+
+
+FUNCTIONS: dict[str, Callable[..., Double]] = {
+    "token-mean": token_mean,
+    "token-sum": token_sum,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "prompt-mean": prompt_mean,
+}

@@ -1,0 +1,433 @@
+/* The loops: blocks of BLOCK tokens, staged in L1. They know levels, masks and weights, and no formula.
+ * Included once per instruction set and per REAL; names are made by FN. A block's buffers are padded with
+ * neutral tokens to a multiple of LANES, so that every loop is whole vectors and every sum has one order. */
+
+#define ROUND_UP(n) (((n) + LANES - 1) / LANES * LANES)
+
+typedef struct {
+    ALIGNED REAL on[BLOCK]; /* 1 where the token counts */
+    ALIGNED REAL logp[BLOCK], old_logp[BLOCK], d[BLOCK], advantage[BLOCK], c[BLOCK];
+    ALIGNED REAL lam[BLOCK], lam_slope[BLOCK], r[BLOCK], tail[BLOCK];
+    ALIGNED REAL value[BLOCK], dlam[BLOCK], dlogp[BLOCK];
+    ALIGNED REAL kl[BLOCK], kl_slope[BLOCK], rho[BLOCK], grad[BLOCK];
+} FN(Block);
+
+/* ---- load: widen, select, pad ---- */
+
+#define LOAD_LOOP(TYPE)                                                                           \
+    do {                                                                                          \
+        const TYPE *restrict from = (const TYPE *)source.data + t;                                \
+        if (mask)                                                                                 \
+            for (int k = 0; k < n; k++) to[k] = mask[k] ? (REAL)from[k] : neutral;                \
+        else                                                                                      \
+            for (int k = 0; k < n; k++) to[k] = (REAL)from[k];                                    \
+    } while (0)
+
+static void FN(load)(REAL *restrict to, Tokens source, const uint8_t *restrict mask, int64_t t, int n, REAL neutral)
+{
+    if (!source.data)
+        n = 0;
+    else if (source.is_double)
+        LOAD_LOOP(double);
+    else
+        LOAD_LOOP(float);
+    for (int k = n; k < BLOCK; k++) to[k] = neutral;
+}
+
+static void FN(load_mask)(REAL *restrict on, const uint8_t *restrict mask, int n)
+{
+    if (mask)
+        for (int k = 0; k < n; k++) on[k] = mask[k] ? 1 : 0;
+    else
+        for (int k = 0; k < n; k++) on[k] = 1;
+    for (int k = n; k < BLOCK; k++) on[k] = 0;
+}
+
+static void FN(add_steps)(REAL *restrict advantage, const Batch *batch, int64_t i, int64_t t, int n)
+{
+    const int64_t stop = batch->step_offsets[i + 1];
+    int64_t first = t - batch->start[i], low = batch->step_offsets[i], high = stop;
+    while (low < high) { /* the first step that ends at or after this block's first token */
+        const int64_t middle = low + (high - low) / 2;
+        if (batch->step_ends[middle] < first)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    for (int k = 0; low < stop && k < n; low++) {
+        const int64_t last = batch->step_ends[low] - first;
+        const int end = last + 1 < n ? (int)(last + 1) : n;
+        const REAL value = (REAL)batch->step_advantages[low];
+        for (; k < end; k++) advantage[k] += value;
+    }
+}
+
+static void FN(load_advantages)(REAL *restrict advantage, const Batch *batch, const uint8_t *mask, int64_t i, int64_t t, int n,
+                                const Shared *shared)
+{
+    FN(load)(advantage, batch->token_advantages, mask, t, n, 0);
+    if (batch->advantages)
+        for (int k = 0; k < BLOCK; k++) advantage[k] += (REAL)shared->advantage;
+    if (batch->step_advantages) FN(add_steps)(advantage, batch, i, t, n);
+}
+
+/* ---- level: pre of the token log-ratios and its slope ---- */
+
+static void FN(pre)(const Plan *plan, REAL *restrict x, REAL *restrict slope, const REAL *restrict advantage, int padded)
+{
+    const REAL low = (REAL)plan->pre_lo, high = (REAL)plan->pre_hi;
+    if (plan->pre == PRE_IDENTITY)
+        for (int k = 0; k < padded; k++) slope[k] = 1;
+    else if (plan->pre == PRE_CLAMP)
+        for (int k = 0; k < padded; k++) {
+            REAL held = x[k] > low ? x[k] : low;
+            held = held < high ? held : high;
+            slope[k] = held == x[k] ? 1 : 0;
+            x[k] = held;
+        }
+    else
+        for (int k = 0; k < padded; k++) {
+            REAL held = x[k] > low ? x[k] : low;
+            held = held < high ? held : high;
+            const REAL least = x[k] < held ? x[k] : held, most = x[k] > held ? x[k] : held;
+            const REAL taken = advantage[k] > 0 ? least : most;
+            slope[k] = taken == x[k] ? 1 : 0;
+            x[k] = taken;
+        }
+}
+
+static void FN(clamp_lam)(const Plan *plan, REAL *restrict lam, REAL *restrict slope, int padded)
+{
+    if (plan->lam_lo == -INFINITY && plan->lam_hi == INFINITY) return;
+    const REAL low = (REAL)plan->lam_lo, high = (REAL)plan->lam_hi;
+    for (int k = 0; k < padded; k++) {
+        REAL held = lam[k] > low ? lam[k] : low;
+        held = held < high ? held : high;
+        slope[k] = held == lam[k] ? slope[k] : 0;
+        lam[k] = held;
+    }
+}
+
+/* ---- formulas, one loop each ---- */
+
+#define SURROGATE_LOOP(number, name)                                                                             \
+    case number:                                                                                                 \
+        for (int k = 0; k < padded; k++) {                                                                       \
+            const FN(Slopes) f = FN(name)(b->lam[k], b->r[k], b->logp[k], b->old_logp[k], b->advantage[k], p);   \
+            b->value[k] = f.value, b->dlam[k] = f.dlam, b->dlogp[k] = f.dlogp;                                   \
+        }                                                                                                        \
+        break;
+
+static void FN(surrogates)(const Plan *plan, FN(Block) *restrict b, int padded)
+{
+    const REAL p[4] = {(REAL)plan->p[0], (REAL)plan->p[1], (REAL)plan->p[2], (REAL)plan->p[3]};
+    switch (plan->surrogate) { SURROGATES(SURROGATE_LOOP) }
+}
+
+#define KL_LOOP(number, name)                                              \
+    case number:                                                           \
+        for (int k = 0; k < padded; k++) {                                 \
+            const FN(Kl) f = FN(name)(d[k], bound);                        \
+            b->kl[k] = f.value, b->kl_slope[k] = f.slope;                  \
+        }                                                                  \
+        break;
+
+static void FN(kls)(const Plan *plan, FN(Block) *restrict b, int padded)
+{
+    const REAL bound = (REAL)plan->exp_bound, in = (REAL)plan->kl_clamp_in, out = (REAL)plan->kl_clamp_out;
+    const int clamped = plan->kl_clamp_in != INFINITY;
+    ALIGNED REAL held[BLOCK];
+    if (clamped)
+        for (int k = 0; k < padded; k++) {
+            const REAL least = b->d[k] > -in ? b->d[k] : -in;
+            held[k] = least < in ? least : in;
+        }
+    const REAL *restrict d = clamped ? held : b->d;
+    switch (plan->kl) {
+    KLS(KL_LOOP)
+    default:
+        for (int k = 0; k < padded; k++) b->kl[k] = b->kl_slope[k] = 0;
+        return;
+    }
+    if (clamped)
+        for (int k = 0; k < padded; k++) b->kl_slope[k] = held[k] == b->d[k] ? b->kl_slope[k] : 0;
+    if (plan->kl_clamp_out != INFINITY)
+        for (int k = 0; k < padded; k++) {
+            REAL value = b->kl[k] > -out ? b->kl[k] : -out;
+            value = value < out ? value : out;
+            b->kl_slope[k] = value == b->kl[k] ? b->kl_slope[k] : 0;
+            b->kl[k] = value;
+        }
+    if (plan->kl_straight_through)
+        for (int k = 0; k < padded; k++) b->kl_slope[k] = -b->d[k];
+}
+
+static void FN(exps)(const REAL *restrict x, REAL *restrict r, REAL *restrict tail, REAL bound, int padded)
+{
+    for (int k = 0; k < padded; k++) {
+        const FN(Exp) e = FN(exp)(x[k], bound);
+        r[k] = e.exp, tail[k] = e.tail;
+    }
+}
+
+static void FN(fill)(REAL *restrict to, REAL value, int padded)
+{
+    for (int k = 0; k < padded; k++) to[k] = value;
+}
+
+/* ---- one block ---- */
+
+#if !REAL_IS_DOUBLE
+/* Whether the numbers that the tokens of a completion share are too large for float32 products. */
+static int FN(needs_wide)(const Plan *plan, const Shared *shared)
+{
+    return !(fabs(shared->weight) <= 1e6 && plan->beta <= 1e6 && fabs(shared->advantage * shared->surrogate_weight) <= WIDE_FACTOR
+             && fabs(shared->lam) <= WIDE_LOG && fabs(shared->log_rho) <= WIDE_LOG);
+}
+
+/* Whether everything below fits float32 with room for products and sums; false for NaN and infinities. */
+static int FN(fits)(const FN(Block) *restrict b, int padded)
+{
+    int wild = 0;
+    for (int k = 0; k < padded; k++) {
+        const REAL weighted = b->advantage[k] * b->c[k];
+        wild |= !(b->lam[k] <= WIDE_LOG) | !(b->lam[k] >= -WIDE_LOG) | !(b->d[k] <= WIDE_LOG) | !(b->d[k] >= -WIDE_LOG)
+              | !(weighted <= WIDE_FACTOR) | !(weighted >= -WIDE_FACTOR) | !(b->logp[k] >= -WIDE_FACTOR)
+              | !(b->logp[k] <= WIDE_FACTOR) | !(b->rho[k] <= WIDE_FACTOR);
+    }
+    return !wild;
+}
+#endif
+
+static void FN(store)(const Batch *batch, const REAL *restrict grad, int64_t t, int n)
+{
+    if (batch->grad_is_double) {
+        double *restrict to = (double *)batch->grad + t;
+        for (int k = 0; k < n; k++) to[k] = (double)grad[k];
+        return;
+    }
+    float *restrict to = (float *)batch->grad + t;
+#if REAL_IS_DOUBLE
+    for (int k = 0; k < n; k++) { /* saturate, do not overflow */
+        double g = grad[k] < FLT_MAX ? grad[k] : FLT_MAX;
+        to[k] = (float)(g > -FLT_MAX ? g : -FLT_MAX);
+    }
+#else
+    for (int k = 0; k < n; k++) to[k] = grad[k];
+#endif
+}
+
+/* float32 sums go to float64 after FLUSH tokens: many equal terms, such as clipped ones, round the same way. */
+#define FLUSHED for (int first = 0, last; first < padded; first = last)
+#define FLUSH_END (last = first + FLUSH < padded ? first + FLUSH : padded)
+
+static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restrict b, int padded, Sums *restrict sums)
+{
+    const REAL weight = (REAL)shared->weight, beta = (REAL)plan->beta;
+    const REAL own = plan->level == LEVEL_SEQUENCE ? 0 : 1;
+    const REAL rho_slope = plan->rho == RHO_RATIO && plan->rho_level != LEVEL_SEQUENCE ? 1 : 0;
+    FLUSHED {
+        REAL surrogate = 0, kl = 0, slopes = 0;
+        FLUSH_END;
+#pragma omp simd reduction(+ : surrogate, kl, slopes)
+        for (int k = first; k < last; k++) {
+            const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
+            surrogate += on * c * b->value[k];
+            kl += on * rho_kl;
+            slopes += on * c * b->dlam[k];
+            const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
+            b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
+        }
+        sums->stats[STAT_SURROGATE] += (double)surrogate;
+        sums->stats[STAT_KL] += (double)kl;
+        sums->slopes += (double)slopes;
+    }
+}
+
+static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padded, Sums *restrict sums)
+{
+    const REAL clip_lo = (REAL)plan->clip_lo, clip_hi = (REAL)plan->clip_hi;
+    REAL low = 0, high = 0;
+#pragma omp simd reduction(+ : low, high)
+    for (int k = 0; k < padded; k++) {
+        low += b->advantage[k] < 0 && b->r[k] < clip_lo ? b->on[k] : 0;
+        high += b->advantage[k] > 0 && b->r[k] > clip_hi ? b->on[k] : 0;
+    }
+    sums->stats[STAT_CLIP_LOW] += (double)low;
+    sums->stats[STAT_CLIP_HIGH] += (double)high;
+    if (plan->level != LEVEL_TOKEN) return;
+
+    REAL least = INFINITY, most = -INFINITY;
+    FLUSHED {
+        REAL log_ratio = 0, tail = 0, square = 0;
+        FLUSH_END;
+#pragma omp simd reduction(+ : log_ratio, tail, square) reduction(min : least) reduction(max : most)
+        for (int k = first; k < last; k++) {
+            const REAL on = b->on[k], lam = b->lam[k];
+            log_ratio += on * lam;
+            tail += on * b->tail[k];
+            square += on * b->r[k] * b->r[k];
+            const REAL from_below = on != 0 ? lam : (REAL)INFINITY, from_above = on != 0 ? lam : (REAL)-INFINITY;
+            least = from_below < least ? from_below : least;
+            most = from_above > most ? from_above : most;
+        }
+        sums->stats[STAT_LOG_RATIO] += (double)log_ratio;
+        sums->stats[STAT_APPROX_KL] += (double)tail;
+        sums->stats[STAT_RATIO_SQ] += (double)square;
+    }
+    if (least < sums->stats[STAT_LOG_RATIO_MIN]) sums->stats[STAT_LOG_RATIO_MIN] = (double)least;
+    if (most > sums->stats[STAT_LOG_RATIO_MAX]) sums->stats[STAT_LOG_RATIO_MAX] = (double)most;
+}
+
+/* Tokens [t, t + n) of completion i. Returns 0, having done nothing, where float32 is too narrow. */
+static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, int64_t t, int n, Sums *restrict sums)
+{
+    FN(Block) block, *restrict b = &block;
+    const uint8_t *mask = batch->mask ? batch->mask + t : 0;
+    const int padded = ROUND_UP(n), has_old = batch->old_logp.data != 0, has_ref = plan->kl != 0;
+    const REAL bound = (REAL)plan->exp_bound;
+
+    FN(load_mask)(b->on, mask, n);
+    FN(load)(b->logp, batch->logp, mask, t, n, 0);
+    FN(load_advantages)(b->advantage, batch, mask, i, t, n, shared);
+    FN(load)(b->c, plan->weight_use == USE_MULTIPLY ? batch->token_weight : (Tokens){0, 0}, mask, t, n, 1);
+    if (shared->surrogate_weight != 1)
+        for (int k = 0; k < padded; k++) b->c[k] *= (REAL)shared->surrogate_weight;
+    if (has_old) {
+        FN(load)(b->old_logp, batch->old_logp, mask, t, n, 0);
+        for (int k = 0; k < padded; k++) b->lam[k] = b->logp[k] - b->old_logp[k];
+    } else {
+        FN(fill)(b->lam, 0, padded);
+        memcpy(b->old_logp, b->logp, sizeof b->old_logp);
+    }
+    if (has_ref) {
+        FN(load)(b->d, batch->ref_logp, mask, t, n, 0);
+        for (int k = 0; k < padded; k++) b->d[k] -= b->logp[k];
+    } else
+        FN(fill)(b->d, 0, padded);
+
+    if (plan->rho == RHO_NONE)
+        FN(fill)(b->rho, 1, padded);
+    else if (plan->rho_level == LEVEL_TOKEN)
+        FN(exps)(b->lam, b->rho, b->tail, bound, padded);
+    else
+        FN(fill)(b->rho, (REAL)shared->rho, padded);
+
+    FN(pre)(plan, b->lam, b->lam_slope, b->advantage, padded);
+    if (plan->level == LEVEL_TOKEN)
+        FN(clamp_lam)(plan, b->lam, b->lam_slope, padded);
+    else {
+        FN(fill)(b->lam, (REAL)shared->lam, padded);
+        for (int k = 0; k < padded; k++) b->lam_slope[k] *= (REAL)shared->lam_slope;
+    }
+#if REAL_IS_DOUBLE
+    int bad = 0;
+    for (int k = 0; k < padded; k++) /* 0 * NaN and 0 * inf are NaN, and equal nothing */
+        bad += 0 * b->logp[k] + 0 * b->old_logp[k] + 0 * b->d[k] + 0 * b->advantage[k] + 0 * b->c[k] != 0;
+    sums->stats[STAT_NON_FINITE] += bad;
+#else
+    if (!FN(fits)(b, padded)) return 0;
+#endif
+    if (plan->level == LEVEL_TOKEN)
+        FN(exps)(b->lam, b->r, b->tail, bound, padded);
+    else
+        FN(fill)(b->r, (REAL)shared->r, padded);
+    FN(surrogates)(plan, b, padded);
+    FN(kls)(plan, b, padded);
+    FN(combine)(plan, shared, b, padded, sums);
+    FN(measure)(plan, b, padded, sums);
+    if (batch->grad) FN(store)(batch, b->grad, t, n);
+    return 1;
+}
+
+#if REAL_IS_DOUBLE
+
+/* ---- the passes around the main one, always in float64: sums of many log-ratios lose digits otherwise ---- */
+
+/* The sums that one number per completion is made of. */
+static void FN(reduce_chunk)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, int64_t t, int64_t stop,
+                             Reduced *restrict out)
+{
+    const int weighs = plan->weight_use != USE_MULTIPLY && (batch->token_weight.data || batch->completion_weight);
+    *out = (Reduced){0, 0, 0, 0};
+    for (; t < stop; t += BLOCK) {
+        ALIGNED REAL on[BLOCK], x[BLOCK], old_logp[BLOCK], slope[BLOCK], advantage[BLOCK];
+        const int n = stop - t < BLOCK ? (int)(stop - t) : BLOCK, padded = ROUND_UP(n);
+        const uint8_t *mask = batch->mask ? batch->mask + t : 0;
+        REAL sum = 0, count = 0;
+        FN(load_mask)(on, mask, n);
+        FN(fill)(x, 0, padded);
+        if (batch->old_logp.data) {
+            FN(load)(x, batch->logp, mask, t, n, 0);
+            FN(load)(old_logp, batch->old_logp, mask, t, n, 0);
+            for (int k = 0; k < padded; k++) x[k] -= old_logp[k];
+        }
+#pragma omp simd reduction(+ : sum, count)
+        for (int k = 0; k < padded; k++) sum += x[k], count += on[k];
+        out->x += sum, out->count += count;
+        if (plan->pre != PRE_IDENTITY) {
+            if (plan->pre == PRE_SIGN_CLIP) FN(load_advantages)(advantage, batch, mask, i, t, n, shared);
+            FN(pre)(plan, x, slope, advantage, padded);
+            sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int k = 0; k < padded; k++) sum += on[k] * x[k];
+        }
+        out->pre += sum;
+        if (weighs) {
+            FN(load)(x, batch->token_weight, mask, t, n, 1);
+            for (int k = 0; k < n; k++) {
+                const double weight = x[k] * shared->surrogate_weight;
+                if (on[k] == 0) continue;
+                out->log_weight += plan->weight_use == USE_GEOMETRIC_MEAN
+                                       ? log(weight + 1e-10)
+                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi);
+            }
+        }
+    }
+}
+
+/* Adds what the completion's shared log-ratio owes to every counted token. */
+static void FN(finish_chunk)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, int64_t t, int64_t stop)
+{
+    for (; t < stop; t += BLOCK) {
+        ALIGNED REAL on[BLOCK], x[BLOCK], old_logp[BLOCK], slope[BLOCK], advantage[BLOCK];
+        const int n = stop - t < BLOCK ? (int)(stop - t) : BLOCK, padded = ROUND_UP(n);
+        const uint8_t *mask = batch->mask ? batch->mask + t : 0;
+        FN(load_mask)(on, mask, n);
+        FN(fill)(x, 0, padded);
+        if (plan->pre != PRE_IDENTITY && batch->old_logp.data) {
+            FN(load)(x, batch->logp, mask, t, n, 0);
+            FN(load)(old_logp, batch->old_logp, mask, t, n, 0);
+            for (int k = 0; k < padded; k++) x[k] -= old_logp[k];
+        }
+        if (plan->pre == PRE_SIGN_CLIP) FN(load_advantages)(advantage, batch, mask, i, t, n, shared);
+        FN(pre)(plan, x, slope, advantage, padded);
+        FN(load)(x, (Tokens){batch->grad, batch->grad_is_double}, mask, t, n, 0);
+        for (int k = 0; k < padded; k++) x[k] += on[k] * (slope[k] * shared->lam_share + shared->rho_share);
+        FN(store)(batch, x, t, n);
+    }
+}
+#endif
+
+/* The main pass over tokens [t, stop) of completion i, a whole number of blocks from its start. */
+static void FN(main_chunk)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, int64_t t, int64_t stop,
+                           Sums *restrict out)
+{
+    Sums sums = {{0}, 0};
+    sums.stats[STAT_LOG_RATIO_MIN] = INFINITY, sums.stats[STAT_LOG_RATIO_MAX] = -INFINITY;
+#if !REAL_IS_DOUBLE
+    const int fused = FN(can_fuse)(plan, batch), wide = FN(needs_wide)(plan, shared);
+#endif
+    for (; t < stop; t += BLOCK) {
+        const int n = stop - t < BLOCK ? (int)(stop - t) : BLOCK;
+#if !REAL_IS_DOUBLE
+        if (!wide && (fused ? FN(fused_block)(plan, batch, shared, t, n, &sums)
+                            : FN(block)(plan, batch, i, shared, t, n, &sums)))
+            continue;
+        WIDE(block)(plan, batch, i, shared, t, n, &sums);
+#else
+        FN(block)(plan, batch, i, shared, t, n, &sums);
+#endif
+    }
+    *out = sums;
+}

@@ -12,10 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from grpo_fast import _backends
+
 try:
     from hypothesis import strategies as st
 except ImportError:  # the generators are used by benches too
     st = None  # type: ignore[assignment]
+
+#: What can run here; ``cython`` and ``numba`` are missing where they were not built or installed.
+BACKENDS = tuple(name for name in _backends.NAMES if _backends.why_not(name) is None)
 
 #: Lengths around what kernels like to count in: vectors of 16, blocks of 64, chunks of 256.
 BORDERS = (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 511, 512, 513, 1025)

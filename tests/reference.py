@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .batches import Batch, pad
+from batches import Batch, pad
 
 # --- what the methods are made of ------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ def weights(batch: Batch, mask: np.ndarray, mode: str, o: dict[str, Any]) -> np.
 
 
 def evaluate(batch: Batch, options: dict[str, Any]) -> Opinion:
-    """The loss of a batch under options as :func:`tests.batches.arguments` takes them."""
+    """The loss of a batch under options as :func:`batches.arguments` takes them."""
     torch = _torch()
     surrogate, mode, level = METHODS[options["loss_type"]]
     o = {**DEFAULTS, **{k: v for k, v in options.items() if v is not None}}

@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batches import BACKENDS, random_batch
 
 import grpo_fast as gf
 from grpo_fast import tables
-
-from .batches import random_batch
-from .conftest import BACKENDS
 
 LOGP = (-0.4, -1.3, -0.9, -2.1, -0.15, -0.7)  # log-probs of the tokens of a row where their size does not matter
 HELD = 1e-9  # the sources give their figures to nine digits; exact arithmetic below holds to the last
@@ -72,7 +70,7 @@ DENOMINATORS = [
         [on_policy(1, 3, keep=[0] * 3), on_policy(-1, 2, keep=[0] * 2)], {"loss_type": "dapo"},
         0.0, [0.0] * 5),
     Bug("open-instruct#1685", "a masked batch with a reference is 0, not NaN",
-        [Row(1, [1.1, 0.9], ref=[-0.1, -0.1], keep=[0, 0]), Row(-1, [1, 1.2, 0.8], ref=[-0.1] * 3, keep=[0] * 3)],
+        [Row(1, [1.1, 0.9], ref=[-0.1, -0.1], keep=[0, 0]), Row(-1, [1, 1.3, 0.7], ref=[-0.1] * 3, keep=[0] * 3)],
         {"loss_type": "grpo", "beta": 0.1}, 0.0, [0.0] * 5),
     Bug("trl#3938", "mean of the means of two windows",
         [on_policy(-1, 6), on_policy(-3, 2)], {"loss_type": "dapo", "num_items_in_batch": 8},
@@ -138,19 +136,19 @@ DENOMINATORS = [
 MASKS = [
     Bug("NeMo-RL#4120", "NaN log-probs behind the mask",
         [Row(1, [1.1, nan, 0.9, 1.05], logp=[-0.4, nan, -0.9, -2.1], keep=[1, 0, 1, 1]),
-         Row(-1, [0.8, nan, 1.0], logp=[-0.15, nan, -0.4], keep=[1, 0, 1])], {"loss_type": "grpo"},
-        (-(1.1 + 0.9 + 1.05) / 3 + (0.8 + 1) / 2) / 2,
-        [-1.1 / 6, 0, -0.9 / 6, -1.05 / 6, 0.8 / 4, 0, 1 / 4]),
+         Row(-1, [0.85, nan, 1.0], logp=[-0.15, nan, -0.4], keep=[1, 0, 1])], {"loss_type": "grpo"},
+        (-(1.1 + 0.9 + 1.05) / 3 + (0.85 + 1) / 2) / 2,
+        [-1.1 / 6, 0, -0.9 / 6, -1.05 / 6, 0.85 / 4, 0, 1 / 4]),
     Bug("prime-rl#2084", "an infinite ratio times a mask of 0",
         [Row(0.5, 3, logp=[-0.4, 0, -0.9], old=[-0.4 - log(1.1), -900, -0.9 - log(0.9)], keep=[1, 0, 1]),
-         Row(-1.5, [0.8, 1.3])], {"loss_type": "dapo", "num_items_in_batch": 4},
-        (-0.55 - 0.45 + 1.2 + 1.95) / 4, [-0.55 / 4, 0, -0.45 / 4, 1.2 / 4, 1.95 / 4]),
+         Row(-1.5, [0.86, 1.3])], {"loss_type": "dapo", "num_items_in_batch": 4},
+        (-0.55 - 0.45 + 1.29 + 1.95) / 4, [-0.55 / 4, 0, -0.45 / 4, 1.29 / 4, 1.95 / 4]),
     Bug("SkyRL#1633", "an infinite reference behind the mask",
-        [Row(1, [1.1, 1.2, nan], ref=[-0.2, 0.1, inf], keep=[1, 1, 0]), Row(-1, [0.8, nan, 1], ref=[0, nan, -0.25], keep=[1, 0, 1])],
+        [Row(1, [1.1, 1.3, nan], ref=[-0.2, 0.1, inf], keep=[1, 1, 0]), Row(-1, [0.85, nan, 1], ref=[0, nan, -0.25], keep=[1, 0, 1])],
         {"loss_type": "grpo", "beta": 0.1},
-        (-(1.1 + 1.2) / 2 + (0.8 + 1) / 2
+        (-(1.1 + 1.2) / 2 + (0.85 + 1) / 2
          + 0.05 * (exp(-0.2) - 0.8 + exp(0.1) - 1.1) + 0.05 * (exp(-0.25) - 0.75)) / 2,
-        [(-1.1 + 0.1 * (1 - exp(-0.2))) / 4, (-1.2 + 0.1 * (1 - exp(0.1))) / 4, 0, 0.8 / 4, 0, (1 + 0.1 * (1 - exp(-0.25))) / 4],
+        [(-1.1 + 0.1 * (1 - exp(-0.2))) / 4, 0.1 * (1 - exp(0.1)) / 4, 0, 0.85 / 4, 0, (1 + 0.1 * (1 - exp(-0.25))) / 4],
         {"kl": (exp(-0.2) - 0.8 + exp(0.1) - 1.1 + exp(-0.25) - 0.75) / 4}),
     Bug("unsloth-zoo", "garbage in every array",
         [Row(1, 4, logp=[-0.4, -1.3, -inf, -inf], old=[-0.4 - log(1.1), -1.3 - log(1.4), nan, nan], ref=[-0.2, 0.1, inf, inf],
@@ -161,7 +159,7 @@ MASKS = [
         [(-1.1 + 0.05 * 1.1 * 0.2) / 4, 0.05 * 1.4 * -0.1 / 4, 0, 0, (1.1 - 0.05 * 1.1 * 0.2) / 2],
         {"clip_ratio/high_mean": 1 / 3, "clip_ratio/low_mean": 0.0}),
     Bug("AReaL#1346", "NaN advantages behind the mask",
-        [Row([1, 1, nan, nan], [1.1, 0.9, 1.2, 1], keep=[1, 1, 0, 0])], {"loss_type": "grpo"}, -1.0, [-0.55, -0.45, 0, 0]),
+        [Row([1, 1, nan, nan], [1.1, 0.9, 1.3, 1], keep=[1, 1, 0, 0])], {"loss_type": "grpo"}, -1.0, [-0.55, -0.45, 0, 0]),
     Bug("SkyRL#1633", "NaN weights behind the mask",
         [Row(1, [1.1, 0.9, 1.15], weight=[0.5, 2, nan], keep=[1, 1, 0]), Row(-1, [0.85, 1], weight=[1.5, inf], keep=[1, 0])],
         {"loss_type": "dapo"}, (-0.55 - 1.8 + 1.275) / 3, [-0.55 / 3, -1.8 / 3, 0, 1.275 / 3, 0]),
@@ -186,8 +184,8 @@ MASKS = [
         {"loss_type": "sapo"},
         (-(4 / (1 + exp(-0.1)) + 4 / (1 + exp(-0.5))) / 2 + 4 / 1.05 / (1 + exp(-0.105))) / 2),
     Bug("verl#2337", "tool output in the middle changes the tokens around it",
-        [Row(1, [1.1, 0.9, 4, 4, 1.05, 0.8], keep=[1, 1, 0, 0, 1, 1])], {"loss_type": "grpo"},
-        -(1.1 + 0.9 + 1.05 + 0.8) / 4, [-1.1 / 4, -0.9 / 4, 0, 0, -1.05 / 4, -0.2]),
+        [Row(1, [1.1, 0.9, 4, 4, 1.05, 0.7], keep=[1, 1, 0, 0, 1, 1])], {"loss_type": "grpo"},
+        -(1.1 + 0.9 + 1.05 + 0.7) / 4, [-1.1 / 4, -0.9 / 4, 0, 0, -1.05 / 4, -0.7 / 4]),
 ]  # fmt: skip
 
 OVERFLOW = [
@@ -294,7 +292,7 @@ RATIOS = [
         [Row(1, [1.5, 9, 0.5], keep=[1, 0, 1]), Row(-1, [1, 0.25], keep=[1, 0])], {"loss_type": "dapo"},
         (-1.2 - 0.5 + 1) / 3, None, {"ratio/mean": 1.0, "ratio/min": 0.5, "ratio/max": 1.5}),
     Bug("trl 1.16.0", "a correction weight of 0 is not a mask",
-        [Row(1, [1.1, 0.9, 1.3], weight=[0.5, 1, 2]), Row(-1, [0.8, 1.05], weight=[0, 3])], {"loss_type": "dapo"},
+        [Row(1, [1.1, 0.9, 1.3], weight=[0.5, 1, 2]), Row(-1, [0.85, 1.05], weight=[0, 3])], {"loss_type": "dapo"},
         (-0.55 - 0.9 - 2.4 + 0 + 3.15) / 5, [-0.55 / 5, -0.9 / 5, 0, 0, 3.15 / 5]),
 ]  # fmt: skip
 
@@ -350,9 +348,9 @@ KL_IN_LOSS = [
 
 PACKING = [
     Bug("prime-rl#605", "rows are cut one short",
-        [Row(1, [1.1, 0.9, 1.3], ref=[-0.1, 0.2, -0.3]), Row(-1, [0.8, 1.05], ref=[-0.05, 0.1]),
+        [Row(1, [1.1, 0.9, 1.3], ref=[-0.1, 0.2, -0.3]), Row(-1, [0.85, 1.05], ref=[-0.05, 0.1]),
          Row(0.5, [0.7, 1, 1.6, 0.95], ref=[-0.2, -0.4, 0.3, -0.15])], {"loss_type": "grpo", "beta": 0.1},
-        ((-3.2 + 0.1 * (_k3(-0.1) + _k3(0.2) + _k3(-0.3))) / 3 + (1.85 + 0.1 * (_k3(-0.05) + _k3(0.1))) / 2
+        ((-3.2 + 0.1 * (_k3(-0.1) + _k3(0.2) + _k3(-0.3))) / 3 + (1.9 + 0.1 * (_k3(-0.05) + _k3(0.1))) / 2
          + (-0.5 * 3.85 + 0.1 * (_k3(-0.2) + _k3(-0.4) + _k3(0.3) + _k3(-0.15))) / 4) / 3, None,
         {"clip_ratio/region_mean": 2 / 9}),
     Bug("trl#5854", "the end of a row leaks into the next",
@@ -361,8 +359,8 @@ PACKING = [
         (-1.1 - 0.9 - 1.2 + 0.8 + 1.05 - 0.35 - 0.5 - 0.6 - 0.475) / 9,
         np.array([-1.1, -0.9, 0, 0, 1.05, -0.35, -0.5, 0, -0.475]) / 9, cuts=[[[0], [1], [2]], [[2, 0], [1]]]),
     Bug("Liger-Kernel", "one advantage a token is refused or spread wrongly",
-        [Row([1, 1, 1], [1.1, 0.9, 1.3]), Row([-1, -1], [0.8, 1.05])], {"loss_type": "grpo"},
-        (-3.2 / 3 + 1.85 / 2) / 2, [-1.1 / 6, -0.9 / 6, 0, 0.8 / 4, 1.05 / 4]),
+        [Row([1, 1, 1], [1.1, 0.9, 1.3]), Row([-1, -1], [0.85, 1.05])], {"loss_type": "grpo"},
+        (-3.2 / 3 + 1.9 / 2) / 2, [-1.1 / 6, -0.9 / 6, 0, 0.85 / 4, 1.05 / 4]),
     Bug("trl#6095", "one advantage a row runs along the tokens where the shapes allow it",
         [Row(1, [1.1, 0.9]), Row(-1, [1.3, 0.8])], {"loss_type": "grpo", "epsilon": 0.5},
         (-2 / 2 + 2.1 / 2) / 2, [-1.1 / 4, -0.9 / 4, 1.3 / 4, 0.8 / 4]),
@@ -397,12 +395,12 @@ def call(rows: list[Row], options: dict[str, Any], **more: Any) -> Any:
         given = flat(row.old if row.old is not None else [nan] * row.tokens for row in rows)
         replaced = flat([row.old is not None] * row.tokens for row in rows) > 0
         old = np.where(replaced, given, logp - np.log(ratios))
-    keywords: dict[str, Any] = {"beta": 0.0, "loss_type": "grpo", "kl_ratio_factor": "none", **options}
+    keywords: dict[str, Any] = {"beta": 0.0, "loss_type": "grpo", **options}
     ref = None
     if any(row.ref is not None for row in rows):
         with np.errstate(invalid="ignore"):
             ref = logp + flat(row.ref for row in rows)
-        keywords.setdefault("kl_estimator", "k3")
+        keywords = {"kl_estimator": "k3", "kl_ratio_factor": "none", **keywords}
     if any(row.keep is not None for row in rows):
         keywords["mask"] = flat(row.keep if row.keep is not None else [1] * row.tokens for row in rows).astype(bool)
     if any(row.weight is not None for row in rows):
@@ -411,6 +409,12 @@ def call(rows: list[Row], options: dict[str, Any], **more: Any) -> Any:
     advantages = flat(np.broadcast_to(row.adv, row.tokens) for row in rows) if per_token else [row.adv for row in rows]
     if per_token:
         keywords["advantage_level"] = "token"
+    clips = tables.METHODS[keywords["loss_type"]].surrogate == "clip"
+    if old is not None and clips and "importance_sampling_level" not in keywords:  # where a ratio meets a bound, what exp returns in its last bit decides
+        epsilon = keywords.get("epsilon", 0.2)
+        with np.errstate(over="ignore", invalid="ignore"):
+            off = [np.abs(np.exp(logp - old) - bound) for bound in (1 - epsilon, 1 + keywords.get("epsilon_high", epsilon))]
+        assert not any((distance < 1e-9).any() for distance in off), "a ratio lies on a bound"
     return gf.grpo_loss(logp, old, ref, np.asarray(advantages, np.float64), np.cumsum([0, *lengths]), **keywords, **more)
 
 
@@ -446,26 +450,26 @@ def test_losses(bug: Bug, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_step_level_advantages(backend: str) -> None:
     # trl#3090: one number a sample was all there was
-    r = np.array([1.1, 0.9, 1.3, 0.8, 1.05, 1, 0.95])
+    r = np.array([1.1, 0.9, 1.3, 0.85, 1.05, 1, 0.95])
     logp = np.resize(LOGP, 7)
     result = gf.grpo_loss(
         logp, logp - np.log(r), None, [1.0, -1.0, 0.5, 2.0], [0, 4, 7], advantage_level="step",
         step_offsets=[0, 2, 4], step_ends=[1, 3, 0, 1], backend=backend,
     )  # fmt: skip
-    assert result.loss == pytest.approx(((-1.1 - 0.9 + 1.3 + 0.8) / 4 + (-0.525 - 2 + 0) / 3) / 2, rel=1e-12)
-    expected = [-1.1 / 8, -0.9 / 8, 1.3 / 8, 0.8 / 8, -0.525 / 6, -2 / 6, 0]
+    assert result.loss == pytest.approx(((-1.1 - 0.9 + 1.3 + 0.85) / 4 + (-0.525 - 2 + 0) / 3) / 2, rel=1e-12)
+    expected = [-1.1 / 8, -0.9 / 8, 1.3 / 8, 0.85 / 8, -0.525 / 6, -2 / 6, 0]
     np.testing.assert_allclose(result.grad, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slices_keep_the_buffer_of_the_whole(backend: str) -> None:
     # apache/arrow: offsets of a sliced list column start above 0
-    r = np.array([1.1, 0.9, 1.3, 0.8, 1.05])
+    r = np.array([1.1, 0.9, 1.3, 0.85, 1.05])
     logp = np.resize(LOGP, 5)
     plain = gf.grpo_loss(logp, logp - np.log(r), None, [1.0, -1.0], [0, 3, 5], loss_type="dapo", backend=backend)
     long, old = np.r_[nan, inf, logp, nan], np.r_[nan, -inf, logp - np.log(r), 3.0]
     sliced = gf.grpo_loss(long, old, None, [1.0, -1.0], [2, 5, 7], loss_type="dapo", backend=backend)
-    assert sliced.loss == plain.loss == pytest.approx((-1.1 - 0.9 - 1.2 + 0.8 + 1.05) / 5, rel=1e-12)
+    assert sliced.loss == plain.loss == pytest.approx((-1.1 - 0.9 - 1.2 + 0.85 + 1.05) / 5, rel=1e-12)
     np.testing.assert_array_equal(sliced.grad, np.r_[0, 0, plain.grad, 0])
 
 
@@ -474,15 +478,17 @@ def test_padding_holds_garbage(backend: str) -> None:
     # verl#6475, pytorch/rl: what stands in the padding reaches the loss, or the mean of the KL
     garbage = [nan, inf, -1e30]
     logp = np.array([[-0.4, -1.3, -0.9, garbage[0]], [-2.1, -0.15, *garbage[:2]], [-0.7, -0.4, -1.3, -0.9]])
-    r = np.array([[1.1, 0.9, 1.3, nan], [0.8, 1.05, nan, inf], [0.7, 1, 1.6, 0.95]])
+    r = np.array([[1.1, 0.9, 1.3, nan], [0.85, 1.05, nan, inf], [0.7, 1, 1.6, 0.95]])
     mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
     ref = np.where(mask, logp - 1, garbage[1])
+    with np.errstate(invalid="ignore"):
+        old = logp - np.log(r)
     result = gf.padded.grpo_loss(
-        logp, logp - np.log(r), ref, [1.0, -1.0, 0.5], mask=mask, beta=0.1, kl_estimator="k1", backend=backend
+        logp, old, ref, [1.0, -1.0, 0.5], mask=mask, beta=0.1, kl_estimator="k1", backend=backend
     )
     assert result.metrics["kl"] == pytest.approx(1.0, rel=1e-12)
-    assert result.loss == pytest.approx((-3.2 / 3 + 1.85 / 2 - 0.5 * 3.85 / 4) / 3 + 0.1, rel=1e-12)
-    slopes = np.array([[-1.1, -0.9, 0, 0], [0.8, 1.05, 0, 0], [-0.35, -0.5, 0, -0.475]])
+    assert result.loss == pytest.approx((-3.2 / 3 + 1.9 / 2 - 0.5 * 3.85 / 4) / 3 + 0.1, rel=1e-12)
+    slopes = np.array([[-1.1, -0.9, 0, 0], [0.85, 1.05, 0, 0], [-0.35, -0.5, 0, -0.475]])
     np.testing.assert_allclose(result.grad, (slopes + 0.1 * mask) / (3 * mask.sum(1)[:, None]), rtol=1e-12, atol=1e-15)
 
 

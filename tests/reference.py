@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,11 @@ METHODS = {
 EXP_BOUND = 300.0  # float64: beyond it an exp keeps the value and the slope it has there
 
 
+@lru_cache(maxsize=None)
 def _torch() -> Any:
     import torch
 
+    torch.set_num_threads(1)  # the tensors are small
     return torch
 
 
@@ -191,7 +194,8 @@ class Opinion:
     per_completion: np.ndarray
     metrics: dict[str, float]
     loss_terms: float  # sum of the absolute terms of the loss
-    grad_terms: np.ndarray  # |surrogate's part| + |KL's part| of every gradient
+    grad_terms: np.ndarray  # sum of the absolute terms of every gradient
+    grad_units: np.ndarray  # w |c A|: a surrogate's slope before its ratio, gate or clip makes it smaller
     scale: float  # 1 / the largest weight of a completion: gradients are compared times this
 
 
@@ -274,20 +278,25 @@ def evaluate(batch: Batch, options: dict[str, Any]) -> Opinion:
     values = SURROGATES[surrogate](lam, logp, old, adv, o)
     policy = torch.where(mask, weight * values, torch.zeros_like(values))
     penalty = torch.zeros_like(policy)
+    separately = [policy]  # what adds up to a gradient, for the size of its terms
     if with_ref:
-        penalty = kl_term(logp, tokens("ref_logp"), o["kl_estimator"], o["kl_clamp_in"], o["kl_clamp_out"])
+        k = kl_term(logp, tokens("ref_logp"), o["kl_estimator"], o["kl_clamp_in"], o["kl_clamp_out"])
         rho = _exp(levelled(plain))
-        factor = {"none": 1.0, "ratio": rho, "ratio_detached": rho.detach()}[o["kl_ratio_factor"]]
-        penalty = torch.where(mask, factor * penalty, torch.zeros_like(penalty))
+        factor = {"none": torch.ones_like(rho), "ratio": rho, "ratio_detached": rho.detach()}[o["kl_ratio_factor"]]
+        penalty, *more = (torch.where(mask, part, torch.zeros_like(part))
+                          for part in (factor * k, factor.detach() * k, factor * k.detach().abs()))  # fmt: skip
+        separately += [beta * part for part in more]
 
     w = weights(batch, mask_array, mode, o)
     rows = torch.from_numpy(w)[:, None]
-    zero = torch.zeros_like(logp)
-    parts = [
-        torch.autograd.grad((rows * part).sum(), logp, retain_graph=True, allow_unused=True)[0] if part.requires_grad else zero
-        for part in (policy, beta * penalty)
-    ]
-    parts = [zero if part is None else part for part in parts]
+
+    def gradient(part: Any) -> Any:
+        if part.requires_grad:
+            (result,) = torch.autograd.grad((rows * part).sum(), logp, retain_graph=True, allow_unused=True)
+            if result is not None:
+                return result
+        return torch.zeros_like(logp)
+
     per_completion = (rows * (policy + beta * penalty)).sum(1).detach().numpy()
 
     def flat(array: Any) -> np.ndarray:
@@ -297,11 +306,12 @@ def evaluate(batch: Batch, options: dict[str, Any]) -> Opinion:
 
     return Opinion(
         loss=float(per_completion.sum()),
-        grad=flat(parts[0] + parts[1]),
+        grad=flat(gradient(policy) + gradient(beta * penalty)),
         per_completion=per_completion,
         metrics=_metrics(lam, adv, penalty, policy, rows, mask, level, surrogate, o),
         loss_terms=float((rows * (policy.abs() + (beta * penalty).abs())).sum().detach()),
-        grad_terms=flat(parts[0].abs() + parts[1].abs()),
+        grad_terms=flat(sum(gradient(part).abs() for part in separately)),
+        grad_units=flat((rows * weight * adv).abs()),
         scale=1.0 / max(float(w.max(initial=0.0)), 1e-300),
     )
 

@@ -247,7 +247,8 @@ def test_no_tokens(chosen: dict[str, Any], rows: int, lead: int, backend: str) -
 @quick
 @given(batch=batches(poison=True), chosen=options(), dtype=st.sampled_from([np.float32, np.float64]))
 def test_caller_owns_the_gradient(batch: Batch, chosen: dict[str, Any], dtype: Any, backend: str) -> None:
-    chosen = {**chosen, "use_mask": True}
+    chosen = {name: value for name, value in chosen.items() if not name.startswith(("kl", "beta"))}
+    chosen.update(use_mask=True, ref=False)  # without KL no terms cancel, so one rounding is all that may differ
     plain = run(batch, chosen, backend)
     out = np.full(len(batch.logp), np.nan, dtype)
     result = run(batch, chosen, backend, grad_out=out)
@@ -256,7 +257,7 @@ def test_caller_owns_the_gradient(batch: Batch, chosen: dict[str, Any], dtype: A
     if dtype == plain.grad.dtype:
         np.testing.assert_array_equal(bits(plain.grad), bits(out))
     else:
-        np.testing.assert_allclose(out, plain.grad, rtol=2e-7, atol=1e-30)
+        np.testing.assert_allclose(out, plain.grad, rtol=1.2e-7, atol=1e-30)
     assert (out[~batch.counted] == 0).all()
 
 

@@ -60,6 +60,11 @@ def set_backend(name: str | None) -> None:
     _chosen = name
 
 
+def is_set() -> bool:
+    """Whether ``set_backend`` has chosen."""
+    return _chosen is not None
+
+
 def get(name: str | None = None) -> Any:
     """The backend module of that name (None: the one in force)."""
     name = default() if name is None else one_of("backend", name, NAMES)

@@ -9,7 +9,7 @@ The loss of one batch is the sum over completions i, with weight w_i, and over t
     L      = sum_i w_i sum_t m_t ( c_t f(lam_t, logp_t, old_logp_t, A_t) + beta rho_t kl(ref_logp_t - logp_t) )
     grad_t = dL / dlogp_t
 
-*Log-ratio.* x_t = logp_t - old_logp_t, or 0 where there is no ``old_logp``.
+*Log-ratio.* x_t = logp_t - old_logp_t. Without ``old_logp`` it is 0, with the same slope of 1.
 
 *Level.* ``pre`` is applied to every x_t (``PRE_CLAMP``: into [pre_lo, pre_hi], slope 0 outside and
 1 inside, ends included; ``PRE_SIGN_CLIP``: min(x, clip(x)) for A_t > 0, max(x, clip(x)) otherwise,
@@ -37,10 +37,12 @@ counted x_t) for the sequence levels, never clamped or clipped. Its part of the 
 *Weights.* ``USE_MULTIPLY``: c_t is the token weight (1 where there is none). ``USE_LOG_OFFSET``
 (sequence levels): c_t = 1 and the reduced lam_i gets sum_t m_t clamp(log weight_t, lam_lo, lam_hi).
 ``USE_GEOMETRIC_MEAN`` (sequence levels): c_t = exp(sum_t m_t log(weight_t + 1e-10) / n_i), n_i the mean's.
+weight_t is the token's weight times the completion's; where there is neither, c_t = 1 and no offset.
 
 *exp.* Every exp argument is held in [-exp_bound, exp_bound]; beyond it value and slope are those
 at the bound (so exp keeps its slope exp(bound); this is saturation, not a clamp). k3 and the
-``approx_kl`` column, exp(d) - 1 - d, take d unsaturated in their linear term.
+``approx_kl`` column, exp(d) - 1 - d, take d unsaturated in their linear term. Only the exp inside
+a sigmoid goes on to 0, where its slope is 0.
 
 *Mask.* Slots with mask 0 are selected away, never multiplied: whatever they hold is not read into
 anything, and their gradient is 0. An absent mask counts every token.
@@ -65,20 +67,22 @@ KL_NONE = 0
 EXP_BOUND = {np.dtype(np.float32): 87.0, np.dtype(np.float64): 300.0}
 
 #: Columns of ``stats``, one row per completion, sums over its counted tokens unless said otherwise.
-#: At the sequence levels the ratio is one number per completion: ``log_ratio``, ``approx_kl`` and
-#: ``ratio_sq`` are then that one number (0 without counted tokens) and the clip columns the share
+#: At the sequence levels the ratio is one number per completion: ``log_ratio`` to ``ratio_sq`` are then
+#: that one number (0 without counted tokens) and the clip columns the share
 #: of counted tokens that are clipped.
 STATS = (
     "surrogate",  # c_t f
     "kl",  # rho_t k_t
     "log_ratio",  # lam_t
-    "approx_kl",  # exp(lam_t) - 1 - lam_t
-    "ratio_sq",  # exp(2 lam_t)
-    "clip_low",  # A_t < 0 and exp(lam_t) < the surrogate's lower bound
-    "clip_high",  # A_t > 0 and exp(lam_t) > the surrogate's upper bound for A > 0
+    "approx_kl",  # r_t - 1 - lam_t, with r_t = exp(lam_t)
+    "ratio",  # r_t
+    "ratio_sq",  # r_t^2
+    "clip_low",  # A_t < 0 and r_t < the surrogate's lower bound
+    "clip_high",  # A_t > 0 and r_t > the surrogate's upper bound for A > 0
     "log_ratio_min",  # min of lam_t, +inf without counted tokens
     "log_ratio_max",  # max of lam_t, -inf without counted tokens
-    "non_finite",  # counted tokens with a log-prob, token advantage or weight that is NaN or inf;
+    "non_finite",  # counted tokens with a log-prob, token advantage or token weight that is NaN or
+    # inf, or with a difference of log-probs that overflows float64;
 )  # where it is not 0, the other columns and the gradient of the completion mean nothing
 
 
@@ -149,15 +153,16 @@ SINGLETON_ZERO, SINGLETON_RAW = 0, 1
 class PoolPlan(NamedTuple):
     """How :func:`standardize` treats each pool of values.
 
-    For the m values of a pool, summed in ascending order, in float64, mean first::
+    For the m values of a pool, in float64, mean first, with exact sums, so that order cannot matter::
 
         b = mean | (sum - own) / (m - 1) | 0          s = std(ddof) + eps | batch_std + eps | 1
         out = (value - b) / s
 
-    m = 1: 0 (``SINGLETON_ZERO``), or the value itself, divided by 1 + eps when scaled (``RAW``).
-    m > 1 with a mean or leave-one-out baseline and max - min <= 4 ULP, where one ULP is
-    ``ulp * 2**floor(log2(max(|min|, |max|)))``: exactly 0.0. A std (group's or batch's) of exactly 0
-    does not divide. ``ddof`` >= m: as a std of 0. ``batch_std`` comes from :func:`pool_std`.
+    Equal means max - min <= 4 ULP, where one ULP is ``ulp`` times the power of two at or below
+    max(|min|, |max|). Equal values have a std of 0, and with a mean or leave-one-out baseline
+    ``out`` is exactly 0.0. A std of 0, the group's or the batch's, does not divide; ``ddof`` >= m
+    is a std of 0. m = 1 with such a baseline: 0 (``SINGLETON_ZERO``), or the value itself, divided
+    by 1 + eps when scaled (``SINGLETON_RAW``). ``batch_std`` comes from ``pool_std``.
     """
 
     baseline: int = BASELINE_MEAN
@@ -176,15 +181,15 @@ class PoolPlan(NamedTuple):
 #     completions (other slots are the caller's). grad is float32 or float64; values beyond the
 #     largest finite number of its dtype are stored as that number. Arithmetic is that of
 #     logp's dtype or wider, sums are float64.
-# count_tokens(mask, start, stop) -> Int
+# count_tokens(mask: uint8 array, start: Int, stop: Int) -> Int
 #     Counted tokens of each completion.
 # sum_columns(table: Double) -> Double
 #     The exact sum of every column, rounded once: independent of the order of rows.
 # standardize(values: Double, order: Int, offsets: Int, plan: PoolPlan, out: Double) -> None
 #     Pool g holds values[order[offsets[g]:offsets[g+1]]]; out is written in those places only.
-# pool_std(values: Double, ddof: int) -> float
-#     Standard deviation of all the values, as in PoolPlan; 0.0 where ddof >= their number.
+# pool_std(values: Double, ddof: int, ulp: float) -> float
+#     Standard deviation of all the values, as in PoolPlan.
 # expand_steps(step_values: Double, step_offsets: Int, step_ends: Int, start: Int, stop: Int,
-#              base: Double | None, tail_last: bool, out: Real) -> None
+#              base: Double | None, tail_last: bool, out: Real) -> None      (saturates as grad does)
 #     out[t] = base[i] + the value of t's step; after the last step: base[i], plus the last step's
 #     value where tail_last. Slots of no completion are the caller's.

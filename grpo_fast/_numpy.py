@@ -159,7 +159,8 @@ def _gather(batch: Batch, i: int, counted: Bool) -> _Tokens:
     given = [select(a) for a in (batch.old_logp, batch.ref_logp, batch.token_advantages, batch.token_weight)]
     old_logp, ref_logp, token_advantages, weight = given
     logp = batch.logp[batch.start[i] : batch.stop[i]][counted].astype(np.float64)
-    bad = np.any([~np.isfinite(a) for a in (logp, *given) if a is not None], axis=0)
+    apart = [logp - a for a in (old_logp, ref_logp) if a is not None]
+    bad = np.any([~np.isfinite(a) for a in (logp, *given, *apart) if a is not None], axis=0)
 
     A = np.zeros_like(logp)
     if batch.advantages is not None:
@@ -248,6 +249,7 @@ def _statistics(plan: Plan, t: _Tokens, lam: Double, surrogate: Double, kl: Doub
         "kl": kl.sum(),
         "log_ratio": lam[:ratios].sum(),
         "approx_kl": _exp_minus_1_minus(lam[:ratios], plan.exp_bound).sum(),
+        "ratio": r[:ratios].sum(),
         "ratio_sq": (r[:ratios] * r[:ratios]).sum(),
         "clip_low": low.sum() * ratios / len(lam),
         "clip_high": high.sum() * ratios / len(lam),
@@ -293,6 +295,8 @@ def _sum(values: Double) -> float:
 
 
 # ---- pools of values ---------------------------------------------------------------------------------
+# The contract sums in ascending order so that the order of rows cannot change a bit. Here sums are
+# exact and rounded once: no order can.
 
 
 def standardize(values: Double, order: Int, offsets: Int, plan: PoolPlan, out: Double) -> None:
@@ -306,18 +310,20 @@ def standardize(values: Double, order: Int, offsets: Int, plan: PoolPlan, out: D
 
 def _standardized(v: Double, plan: PoolPlan) -> Double:
     m = len(v)
-    if m == 1:
+    centres = plan.baseline != c.BASELINE_NONE
+    if m == 1 and centres:
         raw = v if plan.scale == c.SCALE_NONE else v / (1 + plan.eps)
         return raw if plan.singleton == c.SINGLETON_RAW else np.zeros(1)
-    if plan.baseline != c.BASELINE_NONE and _equal(float(v.min()), float(v.max()), plan.ulp):
+    if centres and _equal(v, plan.ulp):
         return np.zeros(m)
     centred = v - _baseline(v, plan.baseline)
-    std = {c.SCALE_GROUP: _std(v, plan.ddof), c.SCALE_BATCH: plan.batch_std, c.SCALE_NONE: 0.0}[plan.scale]
+    std = {c.SCALE_GROUP: _std(v, plan.ddof, plan.ulp), c.SCALE_BATCH: plan.batch_std, c.SCALE_NONE: 0.0}[plan.scale]
     return centred if std == 0 else centred / (std + plan.eps)
 
 
-def _equal(least: float, largest: float, ulp: float) -> bool:
+def _equal(v: Double, ulp: float) -> bool:
     """Whether the range is at most 4 ULP of the largest magnitude."""
+    least, largest = float(v.min()), float(v.max())
     _, exponent = math.frexp(max(abs(least), abs(largest)))  # floor(log2) + 1, exactly
     return largest - least <= 4 * math.ldexp(ulp, exponent - 1)
 
@@ -325,23 +331,22 @@ def _equal(least: float, largest: float, ulp: float) -> bool:
 def _baseline(v: Double, baseline: int) -> Double | float:
     if baseline == c.BASELINE_NONE:
         return 0.0
-    total = _sum(np.sort(v))
+    total = _sum(v)
     return total / len(v) if baseline == c.BASELINE_MEAN else (total - v) / (len(v) - 1)
 
 
-def _std(v: Double, ddof: int) -> float:
-    """Two passes, each in ascending order of the values; of equal values exactly 0."""
-    v = np.sort(v)
-    if ddof >= len(v) or v[0] == v[-1]:
+def _std(v: Double, ddof: int, ulp: float) -> float:
+    """Two passes; of equal values exactly 0."""
+    if ddof >= len(v) or _equal(v, ulp):
         return 0.0
     deviations = v - _sum(v) / len(v)
     return math.sqrt(_sum(deviations * deviations) / (len(v) - ddof))
 
 
-def pool_std(values: Double, ddof: int) -> float:
+def pool_std(values: Double, ddof: int, ulp: float) -> float:
     """Standard deviation of all the values."""
     with np.errstate(all="ignore"):
-        return _std(values, ddof)
+        return _std(values, ddof, ulp)
 
 
 # ---- steps -------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ cdef extern from "pools.h" nogil:
         double batch_std, ulp
     void grpo_standardize(const double *values, const int64_t *order, const int64_t *offsets, int64_t n_pools,
                           const PoolPlan *plan, double *scratch, double *out)
-    double grpo_std(double *values, int64_t n, int ddof)
+    double grpo_std(const double *values, int64_t n, int ddof, double ulp, double *scratch)
     double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
     void grpo_expand_steps(const double *step_values, const int64_t *step_offsets, const int64_t *step_ends,
                            const int64_t *start, const int64_t *stop, int64_t n_completions, const double *base,
@@ -185,12 +185,12 @@ def standardize(const double[::1] values, const int64_t[::1] order, const int64_
         free(scratch)
 
 
-def pool_std(const double[::1] values, int ddof):
+def pool_std(const double[::1] values, int ddof, double ulp):
     """Standard deviation of all the values."""
-    cdef double[::1] sorted_values = _np.array(values)
+    cdef double[::1] scratch = _np.empty(values.shape[0])
     if values.shape[0] == 0:
         return 0.0
-    return grpo_std(&sorted_values[0], values.shape[0], ddof)
+    return grpo_std(&values[0], values.shape[0], ddof, ulp, &scratch[0])
 
 
 def expand_steps(const double[::1] step_values, const int64_t[::1] step_offsets, const int64_t[::1] step_ends,

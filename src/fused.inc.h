@@ -26,9 +26,11 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
     const float bound = (float)plan->exp_bound, p[4] = {(float)plan->p[0], (float)plan->p[1], (float)plan->p[2], 0};
     const float clip_lo = shared->advantage < 0 ? (float)plan->clip_lo : -INFINITY;
     const float clip_hi = shared->advantage > 0 ? (float)plan->clip_hi : INFINITY;
-    float count = 0, value = 0, kl = 0, log_ratio = 0, tail = 0, square = 0, clipped = 0, least = INFINITY, most = -INFINITY;
+    float count = 0, value = 0, kl = 0, log_ratio = 0, tail = 0, ratio = 0, square = 0, clipped = 0;
+    float least = INFINITY, most = -INFINITY;
     if (n % LANES) UNREACHABLE;
-#pragma omp simd reduction(+ : count, value, kl, log_ratio, tail, square, clipped) reduction(min : least) reduction(max : most)
+#pragma omp simd reduction(+ : count, value, kl, log_ratio, tail, ratio, square, clipped) reduction(min : least) \
+    reduction(max : most)
     for (int k = 0; k < n; k++) {
         const int on = has_mask ? mask[k] != 0 : 1;
         const float own = on ? logp[k] : 0;
@@ -36,7 +38,7 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
         if (has_old) {
             x = own - (on ? old_logp[k] : 0);
             const FN(Exp) e = FN(exp)(x, bound);
-            r = e.exp, tail += e.tail;
+            r = e.exp, tail += e.tail, ratio += e.expm1;
         } else
             tail += 0 * own; /* NaN where it is not finite */
         const FN(Slopes) f = FN(clip)(x, r, own, own - x, sign, p);
@@ -65,6 +67,7 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
     s[STAT_KL] += (double)kl;
     s[STAT_LOG_RATIO] += (double)log_ratio;
     s[STAT_APPROX_KL] += (double)tail;
+    s[STAT_RATIO] += (double)ratio + (double)count;
     s[STAT_RATIO_SQ] += (double)square + (double)count;
     s[shared->advantage < 0 ? STAT_CLIP_LOW : STAT_CLIP_HIGH] += (double)clipped;
     if (least < s[STAT_LOG_RATIO_MIN]) s[STAT_LOG_RATIO_MIN] = (double)least;

@@ -2,97 +2,16 @@
 
 #include <float.h>
 #include <math.h>
-#include <stdlib.h>
+#include <string.h>
 
-static int ascending(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-/* Ascending, so that the order in which rows arrive cannot change a sum. */
-static void sort(double *v, int64_t n)
-{
-    if (n > 64) {
-        qsort(v, (size_t)n, sizeof *v, ascending);
-        return;
-    }
-    for (int64_t i = 1; i < n; i++) {
-        const double x = v[i];
-        int64_t j = i;
-        for (; j > 0 && v[j - 1] > x; j--) v[j] = v[j - 1];
-        v[j] = x;
-    }
-}
-
-static double sum(const double *v, int64_t n)
-{
-    double total = 0;
-    for (int64_t i = 0; i < n; i++) total += v[i];
-    return total;
-}
-
-static double deviation(const double *sorted, int64_t n, double mean, int ddof)
-{
-    if (n <= ddof) return 0;
-    double squares = 0;
-    for (int64_t i = 0; i < n; i++) squares += (sorted[i] - mean) * (sorted[i] - mean);
-    return sqrt(squares / (double)(n - ddof));
-}
-
-double grpo_std(double *values, int64_t n, int ddof)
-{
-    sort(values, n);
-    return n ? deviation(values, n, sum(values, n) / (double)n, ddof) : 0;
-}
-
-/* Two workers that compute the same score may differ by an ULP; four ULP apart is still equal. */
-static int all_equal(const double *sorted, int64_t n, double ulp)
-{
-    const double least = sorted[0], most = sorted[n - 1], largest = fmax(fabs(least), fabs(most));
-    int exponent;
-    frexp(largest, &exponent); /* largest = f 2^exponent with f in [1/2, 1) */
-    return most - least <= (largest > 0 ? 4 * ulp * ldexp(1, exponent - 1) : 0);
-}
-
-static double divisor(const PoolPlan *plan, const double *sorted, int64_t n, double mean)
-{
-    if (plan->scale == SCALE_NONE) return 1;
-    const double std = plan->scale == SCALE_BATCH ? plan->batch_std : deviation(sorted, n, mean, plan->ddof);
-    return std == 0 ? 1 : std + plan->eps;
-}
-
-void grpo_standardize(const double *values, const int64_t *order, const int64_t *offsets, int64_t n_pools, const PoolPlan *plan,
-                      double *scratch, double *out)
-{
-    for (int64_t g = 0; g < n_pools; g++) {
-        const int64_t *members = order + offsets[g], n = offsets[g + 1] - offsets[g];
-        if (n == 0) continue;
-        if (n == 1) {
-            const double own = values[members[0]] / (plan->scale == SCALE_NONE ? 1 : 1 + plan->eps);
-            out[members[0]] = plan->singleton == SINGLETON_RAW ? own : 0;
-            continue;
-        }
-        for (int64_t i = 0; i < n; i++) scratch[i] = values[members[i]];
-        sort(scratch, n);
-        if (plan->baseline != BASELINE_NONE && all_equal(scratch, n, plan->ulp)) {
-            for (int64_t i = 0; i < n; i++) out[members[i]] = 0;
-            continue;
-        }
-        const double mean = sum(scratch, n) / (double)n, scale = divisor(plan, scratch, n, mean);
-        const double others = plan->baseline == BASELINE_LEAVE_ONE_OUT ? (double)n / (double)(n - 1) : 1;
-        const double base = plan->baseline == BASELINE_NONE ? 0 : mean;
-        for (int64_t i = 0; i < n; i++) out[members[i]] = (values[members[i]] - base) * others / scale;
-    }
-}
-
-/* Shewchuk's algorithm: partials hold the sum without error, each below the last bit of the next. */
-double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
+/* Shewchuk's algorithm on values * scale: partials hold the sum without error, each below the last bit of the
+ * next. Not finite where a value is not, or where a sum on the way is too large. */
+static double scaled_sum(const double *values, int64_t n, int64_t stride, double scale)
 {
     double partials[48]; /* non-overlapping doubles: at most 2098 bits / 53, rounded up */
     int count = 0;
     for (int64_t i = 0; i < n; i++) {
-        double x = values[i * stride];
+        double x = values[i * stride] * scale;
         int kept = 0;
         for (int j = 0; j < count; j++) {
             double y = partials[j];
@@ -105,6 +24,7 @@ double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
             if (low != 0) partials[kept++] = low;
             x = high;
         }
+        if (!isfinite(x)) return x;
         partials[kept++] = x;
         count = kept;
     }
@@ -122,6 +42,70 @@ double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
         if (twice == rounded - high) high = rounded;
     }
     return high;
+}
+
+double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
+{
+    const double sum = scaled_sum(values, n, stride, 1);
+    if (isfinite(sum)) return sum;
+    double special = 0; /* inf, or NaN; else too large, perhaps on the way only */
+    for (int64_t i = 0; i < n; i++) special += isfinite(values[i * stride]) ? 0 : values[i * stride];
+    return special != 0 ? special : scaled_sum(values, n, stride, 0x1p-64) * 0x1p64;
+}
+
+static double mean_of(const double *v, int64_t n) { return grpo_exact_sum(v, n, 1) / (double)n; }
+
+/* Two workers that compute the same score may differ by an ULP; four ULP apart is still equal. */
+static int all_equal(const double *v, int64_t n, double ulp)
+{
+    double least = v[0], most = v[0];
+    for (int64_t i = 1; i < n; i++) least = fmin(least, v[i]), most = fmax(most, v[i]);
+    const double largest = fmax(fabs(least), fabs(most));
+    int exponent;
+    frexp(largest, &exponent); /* largest = f 2^exponent with f in [1/2, 1) */
+    return most - least <= (largest > 0 ? 4 * ldexp(ulp, exponent - 1) : 0);
+}
+
+/* Overwrites v with its squared distances from the mean. */
+static double deviation(double *v, int64_t n, double mean, int ddof)
+{
+    if (n <= ddof) return 0;
+    for (int64_t i = 0; i < n; i++) v[i] = (v[i] - mean) * (v[i] - mean);
+    return sqrt(grpo_exact_sum(v, n, 1) / (double)(n - ddof));
+}
+
+double grpo_std(const double *values, int64_t n, int ddof, double ulp, double *scratch)
+{
+    if (n == 0 || all_equal(values, n, ulp)) return 0;
+    memcpy(scratch, values, (size_t)n * sizeof *values);
+    return deviation(scratch, n, mean_of(values, n), ddof);
+}
+
+void grpo_standardize(const double *values, const int64_t *order, const int64_t *offsets, int64_t n_pools, const PoolPlan *plan,
+                      double *scratch, double *out)
+{
+    for (int64_t g = 0; g < n_pools; g++) {
+        const int64_t *members = order + offsets[g], n = offsets[g + 1] - offsets[g];
+        if (n == 0) continue;
+        const int centred = plan->baseline != BASELINE_NONE;
+        if (n == 1 && centred) {
+            const double own = values[members[0]] / (plan->scale == SCALE_NONE ? 1 : 1 + plan->eps);
+            out[members[0]] = plan->singleton == SINGLETON_RAW ? own : 0;
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++) scratch[i] = values[members[i]];
+        const int equal = all_equal(scratch, n, plan->ulp);
+        if (equal && centred) {
+            for (int64_t i = 0; i < n; i++) out[members[i]] = 0;
+            continue;
+        }
+        const double mean = mean_of(scratch, n), base = centred ? mean : 0;
+        const double std = plan->scale == SCALE_BATCH ? plan->batch_std
+                           : plan->scale == SCALE_NONE || equal ? 0 : deviation(scratch, n, mean, plan->ddof);
+        const double scale = std == 0 ? 1 : std + plan->eps;
+        const double others = plan->baseline == BASELINE_LEAVE_ONE_OUT ? (double)n / (double)(n - 1) : 1;
+        for (int64_t i = 0; i < n; i++) out[members[i]] = (values[members[i]] - base) * others / scale;
+    }
 }
 
 #define EXPAND(TYPE, LARGEST)                                                                                                   \

@@ -18,7 +18,8 @@ typedef struct {
 /* Pool g holds values[order[offsets[g] .. offsets[g + 1])]; scratch has room for the largest pool. */
 void grpo_standardize(const double *values, const int64_t *order, const int64_t *offsets, int64_t n_pools, const PoolPlan *plan,
                       double *scratch, double *out);
-double grpo_std(double *values, int64_t n, int ddof); /* sorts values */
+/* Of n values; scratch has room for as many. */
+double grpo_std(const double *values, int64_t n, int ddof, double ulp, double *scratch);
 
 /* The correctly rounded sum of n numbers, stride apart. */
 double grpo_exact_sum(const double *values, int64_t n, int64_t stride);

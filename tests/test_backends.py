@@ -17,7 +17,7 @@ from grpo_fast import _backends, _numpy
 from grpo_fast import _contract as c
 from grpo_fast.tables import SURROGATES
 
-SUMS = ("surrogate", "kl", "log_ratio", "approx_kl", "ratio_sq")
+SUMS = ("surrogate", "kl", "log_ratio", "approx_kl", "ratio", "ratio_sq")
 EXACT = ("clip_low", "clip_high", "non_finite")
 
 
@@ -59,7 +59,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: c.Batch) -> tup
         r = np.exp(np.clip(lam[:n], -plan.exp_bound, plan.exp_bound))
         # exp(x) - 1 - x is compared relative to its own terms and not to 1 + x + exp(x): it must be compensated
         weighted = np.abs(t.A * (1.0 if t.weight is None else t.weight)).max()
-        scales.append([np.abs(surrogate).sum(), np.abs(kl).sum(), np.abs(lam[:n]).sum(), row[3], (r * r).sum(), weighted])
+        scales.append([np.abs(surrogate).sum(), np.abs(kl).sum(), np.abs(lam[:n]).sum(), row[3], r.sum(), (r * r).sum(), weighted])
         return row
 
     monkeypatch.setattr(_numpy, "_statistics", spying)

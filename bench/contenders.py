@@ -16,7 +16,7 @@ import numpy as np
 import grpo_fast as gf
 from grpo_fast import _backends
 
-from .workloads import Workload
+from workloads import Workload
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from reference import padded_numpy_loss_and_grad  # noqa: E402  (the baseline is the tests' third opinion)

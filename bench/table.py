@@ -1,6 +1,6 @@
 """Measure, write ``bench/results/<machine>.json``, and put the table into the README.
 
-``python -m bench.table`` measures all contenders in interleaved rounds of one process and rewrites the table;
+``python bench/table.py`` measures all contenders in interleaved rounds of one process and rewrites the table;
 ``--check`` only verifies that README and JSON agree; ``--shapes M1 F`` restricts it.
 """
 
@@ -15,12 +15,12 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-from .contenders import CONTENDERS, check, expectation
-from .workloads import SHAPES, make
+from contenders import CONTENDERS, check, expectation
+from workloads import SHAPES, make
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-BEGIN, END = "<!-- bench: made by python -m bench.table -->", "<!-- /bench -->"
+BEGIN, END = "<!-- bench: made by python bench/table.py -->", "<!-- /bench -->"
 BASELINE = "padded NumPy"
 
 
@@ -113,7 +113,7 @@ def main() -> None:
         return
     readme = (ROOT / "README.md").read_text()
     if not any(table(path) in readme for path in RESULTS.glob("*.json")):
-        raise SystemExit("README.md: its table is not that of any file in bench/results; run python -m bench.table")
+        raise SystemExit("README.md: its table is not that of any file in bench/results; run python bench/table.py")
 
 
 if __name__ == "__main__":

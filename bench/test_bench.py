@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from .contenders import CONTENDERS, check, expectation
-from .workloads import SHAPES, make
+from contenders import CONTENDERS, check, expectation
+from workloads import SHAPES, make
 
 
 @pytest.fixture(scope="module", params=[name for name in SHAPES if name != "M2"])

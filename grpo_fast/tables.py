@@ -21,6 +21,7 @@ class Bounds:
     params: tuple[float, ...] = ()
     clip_lo: float = -inf
     clip_hi: float = inf
+    pre: tuple[int, float, float] | None = None  # Plan.pre, pre_lo, pre_hi, where its bounds are on the log-ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ SCALES: dict[str, Named] = {
 }
 SINGLETONS = {"zero": c.SINGLETON_ZERO, "raw": c.SINGLETON_RAW, "error": None}
 NAN_POLICIES = ("error", "exclude")
+TRAJECTORY_REWARDS = ("last", "sum", "error")
 ADVANTAGE_LEVELS = ("completion", "step", "token")
 WEIGHT_LEVELS = ("token", "completion")
 

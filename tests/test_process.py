@@ -148,6 +148,12 @@ def test_outcome(backend: str) -> None:
     assert free == [3, -1]
 
 
+def test_equal_outcomes_are_exactly_zero(backend: str) -> None:
+    near = np.array([1.0, 1.0, 1.0 + 2.0**-22], "f4")
+    both = run(*EXAMPLE, **ONE_GROUP, outcome_rewards=near, backend=backend)
+    assert both == run(*EXAMPLE, **ONE_GROUP)
+
+
 def test_outcome_of_a_trajectory(backend: str) -> None:
     args = ([1.0, 3.0], [0, 0], [0, 1, 1, 2], [0, 1, 2, 3])
     options: dict[str, Any] = {"group_offsets": [0, 3], "eps": 0.0, "credit": "step", "backend": backend}

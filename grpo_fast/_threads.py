@@ -34,7 +34,8 @@ def choose(n_tokens: int, n_threads: int | None = None) -> int:
     """The number of threads for so many tokens; results never depend on it."""
     if n_threads is not None:
         return _positive("n_threads", n_threads)
-    return min(_set or available(), 1 + n_tokens // TOKENS_PER_THREAD)
+    worth = 1 + n_tokens // TOKENS_PER_THREAD
+    return 1 if worth == 1 else min(_set or available(), worth)
 
 
 def available() -> int:

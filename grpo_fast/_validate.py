@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from ._contract import Double, Int
 
-_FLOAT_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
-
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     """``value``, which must be one of the ``known`` names."""
@@ -32,6 +30,8 @@ def number(name: str, value: Any, *, least: float = -np.inf, above: float = -np.
     """``value`` as a float, finite, ``>= least`` and ``> above``."""
     bound = f" > {above:g}" if above > -np.inf else f" >= {least:g}" if least > -np.inf else ""
     try:
+        if isinstance(value, (bool, np.bool_, str)):
+            raise TypeError
         result = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: expected a number{bound}, got {type(value).__name__}; pass a float") from None
@@ -64,7 +64,7 @@ def any_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether this is one of the float dtypes the library takes."""
-    return dtype.name in _FLOAT_BITS
+    return (dtype.kind == "f" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
 
 
 def real(name: str, values: Any, *, ndim: int = 1) -> npt.NDArray[Any]:
@@ -103,7 +103,7 @@ def token_matrix(name: str, values: Any) -> npt.NDArray[Any]:
 
 def kernel_ready(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """C-contiguous, native byte order, float32 or float64 (16-bit widens); a view where it already is."""
-    dtype = np.float64 if array.dtype.name == "float64" else np.float32
+    dtype = np.float64 if array.dtype.itemsize == 8 else np.float32
     return np.ascontiguousarray(array, dtype=dtype)
 
 
@@ -193,13 +193,20 @@ def mask(name: str, values: Any, expected: int) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).astype(np.uint8, copy=False).view(np.uint8)
 
 
-def finite(name: str, array: npt.NDArray[Any], unit: str) -> None:
-    """No NaN and no infinity."""
-    good = np.isfinite(array)
+#: What advantages and weights may be: products with saturated ratios and sums stay finite.
+LARGEST = 1e100
+
+
+def finite(name: str, array: npt.NDArray[Any], unit: str, largest: float = np.inf) -> None:
+    """No NaN, no infinity, nothing beyond +-``largest``."""
+    with np.errstate(invalid="ignore"):
+        good = np.isfinite(array) & (np.abs(array) <= largest)
     if not good.all():
         at = tuple(int(i) for i in np.argwhere(~good)[0])
-        index = ", ".join(map(str, at))
-        raise ValueError(f"{name}: {name}[{index}]={array[at]} is not finite; mask that {unit} or drop it")
+        entry = f"{name}[{', '.join(map(str, at))}]={array[at]}"
+        if np.isfinite(array[at]):
+            raise ValueError(f"{name}: {entry} is too large to compute with; scale it below {largest:g}")
+        raise ValueError(f"{name}: {entry} is not finite; mask that {unit} or drop it")
 
 
 def narrow(array: Double, dtype: np.dtype[Any], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:

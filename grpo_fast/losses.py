@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from . import _validate as check
 from . import weights as _weights
 from ._contract import STATS, Batch, Double, Int, Plan, Real
 from .groups import Groups, make_groups
-from .methods import LossOptions, resolve
+from .methods import OPTIONS, resolve
 from .tables import ADVANTAGE_LEVELS, WEIGHT_LEVELS
 
 _COLUMN = {name: k for k, name in enumerate(STATS)}
@@ -168,32 +169,10 @@ def grpo_loss(
     >>> result.loss, result.grad
     (0.0, array([-0.25, -0.25,  0.5 ]))
     """
+    options = {name: value for name, value in locals().items() if name in OPTIONS}
     logp_array = check.log_probs("logp", logp)
     offsets = check.offsets("token_offsets", token_offsets, len(logp_array), "logp")
     ranges = Ranges(offsets[:-1], offsets[1:], len(logp_array), packed=True)
-    options = LossOptions(
-        importance_sampling_level=importance_sampling_level,
-        loss_agg_mode=loss_agg_mode,
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        dual_clip=dual_clip,
-        log_ratio_clamp=log_ratio_clamp,
-        cispo_bound=cispo_bound,
-        sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg,
-        beta=beta,
-        kl_estimator=kl_estimator,
-        kl_ratio_factor=kl_ratio_factor,
-        kl_clamp_in=kl_clamp_in,
-        kl_clamp_out=kl_clamp_out,
-        num_items_in_batch=num_items_in_batch,
-        num_processes=num_processes,
-        num_sequences=num_sequences,
-        num_groups=num_groups,
-        max_completion_length=max_completion_length,
-        loss_scale_factor=loss_scale_factor,
-    )
     return evaluate(
         ranges,
         logp_array,
@@ -225,7 +204,7 @@ def evaluate(
     old_logp: npt.ArrayLike | None,
     ref_logp: npt.ArrayLike | None,
     advantages: npt.ArrayLike,
-    options: LossOptions,
+    options: Mapping[str, Any],
     *,
     loss_type: str = "grpo",
     mask: npt.ArrayLike | None = None,
@@ -318,7 +297,7 @@ def _per_completion(name: str, array: npt.NDArray[Any], counts: Int) -> Double:
     """As float64, finite wherever a token counts; elsewhere 0."""
     values = array.astype(np.float64)
     values[counts == 0] = 0.0
-    check.finite(name, values, "completion")
+    check.finite(name, values, "completion", check.LARGEST)
     return values
 
 
@@ -370,7 +349,7 @@ def _steps(
     offsets = check.offsets("step_offsets", step_offsets, len(ends), "step_ends")
     check.length("step_offsets", offsets, len(ranges.start) + 1, "completion, plus one")
     check.step_ends(ends, offsets, ranges.stop - ranges.start)
-    check.finite(name, values, "step")
+    check.finite(name, values, "step", check.LARGEST)
     return values, offsets, ends
 
 
@@ -455,6 +434,8 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
         for name, array in arrays.items()
         if array is not None and not np.isfinite(array[tokens]).all()
     }
+    if not bad:
+        raise ValueError(f"logp: log-probs of completion {completion} are so far apart that they overflow; check their scale")
     name = min(bad, key=lambda key: int(bad[key][0]))
     token = int(bad[name][0])
     value = arrays[name][token]  # type: ignore[index]
@@ -545,9 +526,10 @@ def kl(
         check.finite(name, values, "token")
     value = np.empty(len(array), np.float64 if array.dtype == np.float64 else np.float32)
     gradient = np.empty_like(value)
-    options = LossOptions(
-        kl_estimator=kl_estimator, kl_clamp_in=kl_clamp_in, kl_clamp_out=kl_clamp_out, beta=1.0, loss_agg_mode="token-sum"
-    )
+    options = {
+        "kl_estimator": kl_estimator, "kl_clamp_in": kl_clamp_in, "kl_clamp_out": kl_clamp_out,
+        "beta": 1.0, "loss_agg_mode": "token-sum",
+    }  # fmt: skip
     # A completion per token: then the kernels' own sums are the values. A slice at a time bounds the memory.
     for first in range(0, len(array), 1 << 16):
         part = slice(first, min(first + (1 << 16), len(array)))

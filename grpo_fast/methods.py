@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,30 +24,10 @@ from .tables import (
 BETA_WITH_REFERENCE = 0.04  # DeepSeekMath, arXiv:2402.03300 section 4.2
 
 
-class LossOptions(TypedDict, total=False):
-    """The keywords that choose a loss; :func:`grpo_fast.grpo_loss` explains them."""
-
-    importance_sampling_level: str | None
-    loss_agg_mode: str | None
-    epsilon: float | None
-    epsilon_high: float | None
-    delta: float | None
-    dual_clip: float | None
-    log_ratio_clamp: float | None
-    cispo_bound: str | None
-    sapo_temperature_pos: float | None
-    sapo_temperature_neg: float | None
-    beta: float | None
-    kl_estimator: str | None
-    kl_ratio_factor: str | None
-    kl_clamp_in: float | None
-    kl_clamp_out: float | None
-    num_items_in_batch: float | None
-    num_processes: float | None
-    num_sequences: float | None
-    num_groups: float | None
-    max_completion_length: float | None
-    loss_scale_factor: float | None
+#: The keywords that choose a loss; :func:`grpo_fast.grpo_loss` explains them.
+OPTIONS = frozenset(OPTION_BOUNDS) | {
+    "importance_sampling_level", "loss_agg_mode", "cispo_bound", "kl_estimator", "kl_ratio_factor",
+}  # fmt: skip
 
 
 class Resolved(NamedTuple):
@@ -58,7 +38,7 @@ class Resolved(NamedTuple):
     denominators: dict[str, float]
 
 
-def resolve(loss_type: str, options: LossOptions, *, has_reference: bool, dtype: np.dtype[Any], width: int | None) -> Resolved:
+def resolve(loss_type: str, options: Mapping[str, Any], *, has_reference: bool, dtype: np.dtype[Any], width: int | None) -> Resolved:
     """The plan of ``loss_type`` with these options; every option is used or refused.
 
     ``width`` is that of padded input, which stands in where a constant length is needed.
@@ -99,8 +79,10 @@ def _surrogate(loss_type: str, method: Method, given: dict[str, Any]) -> dict[st
                 f"{name}: loss_type={loss_type!r} has no use for it; leave it out or choose one of {', '.join(takers)}"
             )
     fields: dict[str, Any] = {f"p{k}": value for k, value in enumerate(bounds.params)}
+    if bounds.pre is not None:
+        fields |= dict(zip(("pre", "pre_lo", "pre_hi"), bounds.pre, strict=True))
     if "log_ratio_clamp" in given:
-        if not surrogate.ratio or "pre" in method.plan:
+        if not surrogate.ratio or bounds.pre is not None:
             raise ValueError(f"log_ratio_clamp: loss_type={loss_type!r} has no use for it; leave it out")
         clamp = given.pop("log_ratio_clamp")
         fields.update(pre=c.PRE_CLAMP, pre_lo=-clamp, pre_hi=clamp)

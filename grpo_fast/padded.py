@@ -16,12 +16,7 @@ import numpy.typing as npt
 from . import _validate as check
 from .advantages import group_advantages
 from .losses import LossResult, Ranges, evaluate
-from .methods import LossOptions
-
-try:
-    from typing import Unpack
-except ImportError:  # Python 3.10
-    from typing_extensions import Unpack  # only read by type checkers, see __future__ above
+from .methods import OPTIONS
 
 
 def grpo_loss(
@@ -42,7 +37,7 @@ def grpo_loss(
     grad_dtype: npt.DTypeLike | None = None,
     n_threads: int | None = None,
     backend: str | None = None,
-    **options: Unpack[LossOptions],
+    **options: Any,
 ) -> LossResult:
     """:func:`grpo_fast.grpo_loss` on padded arrays; the same numbers, to the last bit, as on the packed ones.
 
@@ -85,9 +80,9 @@ def grpo_loss(
     ranges, flat_mask = _ranges(flat_mask, shape)
     if len(rows) == 2 and group_ids is None and group_offsets is None:
         group_offsets = np.arange(rows[0] + 1) * rows[1]
-    unknown = set(options) - set(LossOptions.__annotations__)
-    if unknown:
-        raise TypeError(f"padded.grpo_loss: got an unexpected keyword {sorted(unknown)[0]!r}; see its documentation")
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"padded.grpo_loss: got an unexpected keyword {name!r}; its options are {', '.join(sorted(OPTIONS))}")
     result = evaluate(
         ranges,
         array.reshape(-1),

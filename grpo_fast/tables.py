@@ -21,6 +21,7 @@ class Bounds:
     params: tuple[float, ...] = ()
     clip_lo: float = -inf
     clip_hi: float = inf
+    pre: tuple[int, float, float] | None = None  # Plan.pre, pre_lo, pre_hi, where its bounds are on the log-ratio
 
 
 @dataclass(frozen=True, slots=True)

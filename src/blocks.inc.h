@@ -18,20 +18,21 @@ typedef struct {
     do {                                                                                          \
         const TYPE *restrict from = (const TYPE *)source.data + t;                                \
         if (mask)                                                                                 \
-            for (int k = 0; k < n; k++) to[k] = mask[k] ? (REAL)from[k] : neutral;                \
+            for (int k = 0; k < n; k++) {                                                         \
+                const REAL value = (REAL)from[k]; /* masked slots are read, and dropped */        \
+                to[k] = mask[k] ? value : neutral;                                                \
+            }                                                                                     \
         else                                                                                      \
             for (int k = 0; k < n; k++) to[k] = (REAL)from[k];                                    \
     } while (0)
 
 static void FN(load)(REAL *restrict to, Tokens source, const uint8_t *restrict mask, int64_t t, int n, REAL neutral)
 {
-    if (!source.data)
-        n = 0;
-    else if (source.is_double)
+    if (source.is_double)
         LOAD_LOOP(double);
     else
         LOAD_LOOP(float);
-    for (int k = n; k < BLOCK; k++) to[k] = neutral;
+    for (int k = n; k < ROUND_UP(n); k++) to[k] = neutral;
 }
 
 static void FN(load_mask)(REAL *restrict on, const uint8_t *restrict mask, int n)
@@ -40,7 +41,7 @@ static void FN(load_mask)(REAL *restrict on, const uint8_t *restrict mask, int n
         for (int k = 0; k < n; k++) on[k] = mask[k] ? 1 : 0;
     else
         for (int k = 0; k < n; k++) on[k] = 1;
-    for (int k = n; k < BLOCK; k++) on[k] = 0;
+    for (int k = n; k < ROUND_UP(n); k++) on[k] = 0;
 }
 
 static void FN(add_steps)(REAL *restrict advantage, const Batch *batch, int64_t i, int64_t t, int n)
@@ -62,12 +63,20 @@ static void FN(add_steps)(REAL *restrict advantage, const Batch *batch, int64_t 
     }
 }
 
+static void FN(fill)(REAL *restrict to, REAL value, int padded)
+{
+    for (int k = 0; k < padded; k++) to[k] = value;
+}
+
 static void FN(load_advantages)(REAL *restrict advantage, const Batch *batch, const uint8_t *mask, int64_t i, int64_t t, int n,
                                 const Shared *shared)
 {
-    FN(load)(advantage, batch->token_advantages, mask, t, n, 0);
-    if (batch->advantages)
-        for (int k = 0; k < BLOCK; k++) advantage[k] += (REAL)shared->advantage;
+    if (batch->token_advantages.data) {
+        FN(load)(advantage, batch->token_advantages, mask, t, n, 0);
+        if (batch->advantages)
+            for (int k = 0; k < n; k++) advantage[k] += (REAL)shared->advantage;
+    } else
+        FN(fill)(advantage, (REAL)shared->advantage, ROUND_UP(n));
     if (batch->step_advantages) FN(add_steps)(advantage, batch, i, t, n);
 }
 
@@ -143,12 +152,7 @@ static void FN(kls)(const Plan *plan, FN(Block) *restrict b, int padded)
             held[k] = least < in ? least : in;
         }
     const REAL *restrict d = clamped ? held : b->d;
-    switch (plan->kl) {
-    KLS(KL_LOOP)
-    default:
-        for (int k = 0; k < padded; k++) b->kl[k] = b->kl_slope[k] = 0;
-        return;
-    }
+    switch (plan->kl) { KLS(KL_LOOP) }
     if (clamped)
         for (int k = 0; k < padded; k++) b->kl_slope[k] = held[k] == b->d[k] ? b->kl_slope[k] : 0;
     if (plan->kl_clamp_out != INFINITY)
@@ -170,11 +174,6 @@ static void FN(exps)(const REAL *restrict x, REAL *restrict r, REAL *restrict ta
     }
 }
 
-static void FN(fill)(REAL *restrict to, REAL value, int padded)
-{
-    for (int k = 0; k < padded; k++) to[k] = value;
-}
-
 /* ---- one block ---- */
 
 #if !REAL_IS_DOUBLE
@@ -185,17 +184,20 @@ static int FN(needs_wide)(const Plan *plan, const Shared *shared)
              && fabs(shared->lam) <= WIDE_LOG && fabs(shared->log_rho) <= WIDE_LOG);
 }
 
-/* Whether everything below fits float32 with room for products and sums; false for NaN and infinities. */
-static int FN(fits)(const FN(Block) *restrict b, int padded)
+/* The same block in float64. */
+static void FN(wide_block)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, int64_t t, int n, Sums *sums)
 {
-    int wild = 0;
-    for (int k = 0; k < padded; k++) {
-        const REAL weighted = b->advantage[k] * b->c[k];
-        wild |= !(b->lam[k] <= WIDE_LOG) | !(b->lam[k] >= -WIDE_LOG) | !(b->d[k] <= WIDE_LOG) | !(b->d[k] >= -WIDE_LOG)
-              | !(weighted <= WIDE_FACTOR) | !(weighted >= -WIDE_FACTOR) | !(b->logp[k] >= -WIDE_FACTOR)
-              | !(b->logp[k] <= WIDE_FACTOR) | !(b->rho[k] <= WIDE_FACTOR);
-    }
-    return !wild;
+    WIDE(Block) block;
+    WIDE(prepare)(plan, shared, &block);
+    WIDE(block)(plan, batch, i, shared, &block, t, n, sums);
+}
+
+/* Whether a block's sums say that nothing overflowed and that all that was counted is finite. */
+static int FN(fits)(const double *sums, REAL least, REAL most)
+{
+    int good = !(least < -WIDE_LOG) && !(most > WIDE_LOG);
+    for (int k = 0; k < N_SUMS; k++) good &= fabs(sums[k]) <= WIDE_SUM;
+    return good;
 }
 #endif
 
@@ -221,7 +223,8 @@ static void FN(store)(const Batch *batch, const REAL *restrict grad, int64_t t, 
 #define FLUSHED for (int first = 0, last; first < padded; first = last)
 #define FLUSH_END (last = first + FLUSH < padded ? first + FLUSH : padded)
 
-static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restrict b, int padded, Sums *restrict sums)
+static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restrict b, int padded, double *restrict stats,
+                        double *restrict all_slopes)
 {
     const REAL weight = (REAL)shared->weight, beta = (REAL)plan->beta;
     const REAL own = plan->level == LEVEL_SEQUENCE ? 0 : 1;
@@ -233,111 +236,127 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
         for (int k = first; k < last; k++) {
             const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
             surrogate += on * c * b->value[k];
-            kl += on * rho_kl;
+            /* 0 * NaN and 0 * inf are NaN: what is not finite shows in the sum, whatever the formulas made of it */
+            kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k]);
             slopes += on * c * b->dlam[k];
             const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
             b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
         }
-        sums->stats[STAT_SURROGATE] += (double)surrogate;
-        sums->stats[STAT_KL] += (double)kl;
-        sums->slopes += (double)slopes;
+        stats[STAT_SURROGATE] += (double)surrogate;
+        stats[STAT_KL] += (double)kl;
+        *all_slopes += (double)slopes;
     }
 }
 
-static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padded, Sums *restrict sums)
+static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padded, double *restrict stats)
 {
     const REAL clip_lo = (REAL)plan->clip_lo, clip_hi = (REAL)plan->clip_hi;
-    REAL low = 0, high = 0;
-#pragma omp simd reduction(+ : low, high)
-    for (int k = 0; k < padded; k++) {
-        low += b->advantage[k] < 0 && b->r[k] < clip_lo ? b->on[k] : 0;
-        high += b->advantage[k] > 0 && b->r[k] > clip_hi ? b->on[k] : 0;
-    }
-    sums->stats[STAT_CLIP_LOW] += (double)low;
-    sums->stats[STAT_CLIP_HIGH] += (double)high;
-    if (plan->level != LEVEL_TOKEN) return;
-
-    REAL least = INFINITY, most = -INFINITY;
+    REAL low = 0, high = 0, least = INFINITY, most = -INFINITY;
     FLUSHED {
         REAL log_ratio = 0, tail = 0, ratio = 0, square = 0;
         FLUSH_END;
-#pragma omp simd reduction(+ : log_ratio, tail, ratio, square) reduction(min : least) reduction(max : most)
+#pragma omp simd reduction(+ : log_ratio, tail, ratio, square, low, high) reduction(min : least) reduction(max : most)
         for (int k = first; k < last; k++) {
-            const REAL on = b->on[k], lam = b->lam[k];
+            const REAL on = b->on[k], lam = b->lam[k], r = b->r[k];
+            low += b->advantage[k] < 0 && r < clip_lo ? on : 0;
+            high += b->advantage[k] > 0 && r > clip_hi ? on : 0;
             log_ratio += on * lam;
             tail += on * b->tail[k];
-            ratio += on * b->r[k];
-            square += on * b->r[k] * b->r[k];
+            ratio += on * r;
+            square += on * r * r;
             const REAL from_below = on != 0 ? lam : (REAL)INFINITY, from_above = on != 0 ? lam : (REAL)-INFINITY;
             least = from_below < least ? from_below : least;
             most = from_above > most ? from_above : most;
         }
-        sums->stats[STAT_LOG_RATIO] += (double)log_ratio;
-        sums->stats[STAT_APPROX_KL] += (double)tail;
-        sums->stats[STAT_RATIO] += (double)ratio;
-        sums->stats[STAT_RATIO_SQ] += (double)square;
+        stats[STAT_LOG_RATIO] += (double)log_ratio;
+        stats[STAT_APPROX_KL] += (double)tail;
+        stats[STAT_RATIO] += (double)ratio;
+        stats[STAT_RATIO_SQ] += (double)square;
     }
-    if (least < sums->stats[STAT_LOG_RATIO_MIN]) sums->stats[STAT_LOG_RATIO_MIN] = (double)least;
-    if (most > sums->stats[STAT_LOG_RATIO_MAX]) sums->stats[STAT_LOG_RATIO_MAX] = (double)most;
+    stats[STAT_CLIP_LOW] += (double)low;
+    stats[STAT_CLIP_HIGH] += (double)high;
+    stats[STAT_LOG_RATIO_MIN] = (double)least;
+    stats[STAT_LOG_RATIO_MAX] = (double)most;
 }
 
-/* Tokens [t, t + n) of completion i. Returns 0, having done nothing, where float32 is too narrow. */
-static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, int64_t t, int n, Sums *restrict sums)
+/* Fills what no block of this completion changes. */
+static void FN(prepare)(const Plan *plan, const Shared *shared, FN(Block) *restrict b)
 {
-    FN(Block) block, *restrict b = &block;
-    const uint8_t *mask = batch->mask ? batch->mask + t : 0;
-    const int padded = ROUND_UP(n), has_old = batch->old_logp.data != 0, has_ref = plan->kl != 0;
-    const REAL bound = (REAL)plan->exp_bound;
+    FN(fill)(b->on, 1, BLOCK);
+    FN(fill)(b->advantage, (REAL)shared->advantage, BLOCK);
+    FN(fill)(b->c, (REAL)shared->surrogate_weight, BLOCK);
+    FN(fill)(b->rho, plan->rho == RHO_NONE ? 1 : (REAL)shared->rho, BLOCK);
+    FN(fill)(b->lam_slope, plan->level == LEVEL_TOKEN ? 1 : (REAL)shared->lam_slope, BLOCK);
+    FN(fill)(b->lam, (REAL)shared->lam, BLOCK); /* 0 at the token level, where it is the ratio without old_logp */
+    FN(fill)(b->r, (REAL)shared->r, BLOCK);
+    FN(fill)(b->tail, 0, BLOCK);
+    FN(fill)(b->d, 0, BLOCK);
+    FN(fill)(b->kl, 0, BLOCK);
+    FN(fill)(b->kl_slope, 0, BLOCK);
+}
 
-    FN(load_mask)(b->on, mask, n);
+/* Tokens [t, t + n) of completion i. Returns 0, having added nothing, where float32 is too narrow. */
+static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, FN(Block) *restrict b, int64_t t, int n,
+                     Sums *restrict sums)
+{
+    const uint8_t *mask = batch->mask ? batch->mask + t : 0;
+    const int padded = ROUND_UP(n), has_old = batch->old_logp.data != 0, token_level = plan->level == LEVEL_TOKEN;
+    const int weighs = plan->weight_use == USE_MULTIPLY && batch->token_weight.data;
+    const REAL bound = (REAL)plan->exp_bound;
+    ALIGNED REAL x[BLOCK]; /* the token log-ratios, where lam is not theirs */
+
+    if (mask || n < BLOCK) FN(load_mask)(b->on, mask, n);
     FN(load)(b->logp, batch->logp, mask, t, n, 0);
-    FN(load_advantages)(b->advantage, batch, mask, i, t, n, shared);
-    FN(load)(b->c, plan->weight_use == USE_MULTIPLY ? batch->token_weight : (Tokens){0, 0}, mask, t, n, 1);
-    if (shared->surrogate_weight != 1)
-        for (int k = 0; k < padded; k++) b->c[k] *= (REAL)shared->surrogate_weight;
-    if (has_old) {
-        FN(load)(b->old_logp, batch->old_logp, mask, t, n, 0);
-        for (int k = 0; k < padded; k++) b->lam[k] = b->logp[k] - b->old_logp[k];
-    } else {
-        FN(fill)(b->lam, 0, padded);
-        memcpy(b->old_logp, b->logp, sizeof b->old_logp);
+    if (batch->token_advantages.data || batch->step_advantages) FN(load_advantages)(b->advantage, batch, mask, i, t, n, shared);
+    if (weighs) {
+        FN(load)(b->c, batch->token_weight, mask, t, n, 1);
+        if (shared->surrogate_weight != 1)
+            for (int k = 0; k < padded; k++) b->c[k] *= (REAL)shared->surrogate_weight;
     }
-    if (has_ref) {
+    if (plan->kl) {
         FN(load)(b->d, batch->ref_logp, mask, t, n, 0);
         for (int k = 0; k < padded; k++) b->d[k] -= b->logp[k];
-    } else
-        FN(fill)(b->d, 0, padded);
-
-    if (plan->rho == RHO_NONE)
-        FN(fill)(b->rho, 1, padded);
-    else if (plan->rho_level == LEVEL_TOKEN)
-        FN(exps)(b->lam, b->rho, b->tail, bound, padded);
-    else
-        FN(fill)(b->rho, (REAL)shared->rho, padded);
-
-    FN(pre)(plan, b->lam, b->lam_slope, b->advantage, padded);
-    if (plan->level == LEVEL_TOKEN)
-        FN(clamp_lam)(plan, b->lam, b->lam_slope, padded);
-    else {
-        FN(fill)(b->lam, (REAL)shared->lam, padded);
-        for (int k = 0; k < padded; k++) b->lam_slope[k] *= (REAL)shared->lam_slope;
     }
+    if (has_old) {
+        REAL *restrict log_ratio = token_level ? b->lam : x;
+        FN(load)(b->old_logp, batch->old_logp, mask, t, n, 0);
+        for (int k = 0; k < padded; k++) log_ratio[k] = b->logp[k] - b->old_logp[k];
+        if (plan->rho != RHO_NONE && plan->rho_level == LEVEL_TOKEN) FN(exps)(log_ratio, b->rho, b->tail, bound, padded);
+        if (plan->pre != PRE_IDENTITY) {
+            FN(pre)(plan, log_ratio, b->lam_slope, b->advantage, padded);
+            if (!token_level)
+                for (int k = 0; k < padded; k++) b->lam_slope[k] *= (REAL)shared->lam_slope;
+        }
+    } else
+        memcpy(b->old_logp, b->logp, sizeof b->old_logp);
+    if (token_level) {
+        if (has_old && (plan->lam_lo != -INFINITY || plan->lam_hi != INFINITY)) {
+            if (plan->pre == PRE_IDENTITY) FN(fill)(b->lam_slope, 1, padded);
+            FN(clamp_lam)(plan, b->lam, b->lam_slope, padded);
+        }
+        if (has_old) FN(exps)(b->lam, b->r, b->tail, bound, padded);
+    }
+    FN(surrogates)(plan, b, padded);
+    if (plan->kl) FN(kls)(plan, b, padded);
+
+    double stats[N_STATS] = {0}, slopes = 0;
+    FN(combine)(plan, shared, b, padded, stats, &slopes);
+    FN(measure)(plan, b, padded, stats);
 #if REAL_IS_DOUBLE
+    const int only_reduced = plan->weight_use != USE_MULTIPLY && batch->token_weight.data;
+    if (only_reduced) FN(load)(x, batch->token_weight, mask, t, n, 1);
+    const REAL *restrict weight = only_reduced ? x : b->c;
     int bad = 0;
-    for (int k = 0; k < padded; k++) /* 0 * NaN and 0 * inf are NaN, and equal nothing */
-        bad += 0 * b->logp[k] + 0 * b->old_logp[k] + 0 * b->d[k] + 0 * b->advantage[k] + 0 * b->c[k] != 0;
+    for (int k = 0; k < padded; k++)
+        bad += 0 * b->logp[k] + 0 * (b->logp[k] - b->old_logp[k]) + 0 * b->d[k] + 0 * b->advantage[k] + 0 * weight[k] != 0;
     sums->stats[STAT_NON_FINITE] += bad;
 #else
-    if (!FN(fits)(b, padded)) return 0;
+    if (!FN(fits)(stats, (REAL)stats[STAT_LOG_RATIO_MIN], (REAL)stats[STAT_LOG_RATIO_MAX])) return 0;
 #endif
-    if (plan->level == LEVEL_TOKEN)
-        FN(exps)(b->lam, b->r, b->tail, bound, padded);
-    else
-        FN(fill)(b->r, (REAL)shared->r, padded);
-    FN(surrogates)(plan, b, padded);
-    FN(kls)(plan, b, padded);
-    FN(combine)(plan, shared, b, padded, sums);
-    FN(measure)(plan, b, padded, sums);
+    for (int k = 0; k < N_SUMS; k++) sums->stats[k] += stats[k];
+    sums->slopes += slopes;
+    sums->stats[STAT_LOG_RATIO_MIN] = fmin(sums->stats[STAT_LOG_RATIO_MIN], stats[STAT_LOG_RATIO_MIN]);
+    sums->stats[STAT_LOG_RATIO_MAX] = fmax(sums->stats[STAT_LOG_RATIO_MAX], stats[STAT_LOG_RATIO_MAX]);
     if (batch->grad) FN(store)(batch, b->grad, t, n);
     return 1;
 }
@@ -382,7 +401,7 @@ static void FN(reduce_chunk)(const Plan *plan, const Batch *batch, int64_t i, co
                 if (on[k] == 0) continue;
                 out->log_weight += plan->weight_use == USE_GEOMETRIC_MEAN
                                        ? log(weight + 1e-10)
-                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi);
+                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi) + 0 * weight; /* NaN is kept */
             }
         }
     }
@@ -415,21 +434,21 @@ static void FN(finish_chunk)(const Plan *plan, const Batch *batch, int64_t i, co
 static void FN(main_chunk)(const Plan *plan, const Batch *batch, int64_t i, const Shared *shared, int64_t t, int64_t stop,
                            Sums *restrict out)
 {
+    FN(Block) block;
     Sums sums = {{0}, 0};
     sums.stats[STAT_LOG_RATIO_MIN] = INFINITY, sums.stats[STAT_LOG_RATIO_MAX] = -INFINITY;
-#if !REAL_IS_DOUBLE
+    FN(prepare)(plan, shared, &block);
+#if REAL_IS_DOUBLE
+    for (; t < stop; t += BLOCK) FN(block)(plan, batch, i, shared, &block, t, stop - t < BLOCK ? (int)(stop - t) : BLOCK, &sums);
+#else
     const int fused = FN(can_fuse)(plan, batch), wide = FN(needs_wide)(plan, shared);
-#endif
     for (; t < stop; t += BLOCK) {
         const int n = stop - t < BLOCK ? (int)(stop - t) : BLOCK;
-#if !REAL_IS_DOUBLE
-        if (!wide && (fused ? FN(fused_block)(plan, batch, shared, t, n, &sums)
-                            : FN(block)(plan, batch, i, shared, t, n, &sums)))
-            continue;
-        WIDE(block)(plan, batch, i, shared, t, n, &sums);
-#else
-        FN(block)(plan, batch, i, shared, t, n, &sums);
-#endif
+        const int done = wide ? 0
+                         : fused ? FN(fused_block)(plan, batch, shared, t, n, &sums)
+                                 : FN(block)(plan, batch, i, shared, &block, t, n, &sums);
+        if (!done) FN(wide_block)(plan, batch, i, shared, t, n, &sums);
     }
+#endif
     *out = sums;
 }

@@ -16,7 +16,7 @@ static INLINE FN(Exp) FN(exp)(REAL x, REAL bound)
     REAL s = x > bound ? bound : x;
     s = s < -bound ? -bound : s;
     REAL t = s * EXP_LOG2E + EXP_MAGIC;
-    t = (s <= 1 && s >= -1) ? EXP_MAGIC : t;
+    t = ABS(s) <= 1 ? EXP_MAGIC : t;
     const REAL n = t - EXP_MAGIC;
     const REAL r = (s - n * EXP_LN2_HI) - n * EXP_LN2_LO;
     const REAL rrq = r * r * EXP_Q(r);
@@ -63,9 +63,9 @@ SURROGATE(cispo)
 SURROGATE(sapo)
 {
     UNUSED(lam), UNUSED(logp), UNUSED(old_logp);
-    const REAL tau = a > 0 ? p[0] : p[1];
+    const REAL tau = a > 0 ? p[0] : p[1], peak = a > 0 ? 4 / p[0] : 4 / p[1];
     const REAL e = FN(exp)(-tau * (r - 1), EXP_WIDEST).exp, s = 1 / (1 + e);
-    return (FN(Slopes)){-a * s * (4 / tau), -4 * a * s * (e * s) * r, 0};
+    return (FN(Slopes)){-a * s * peak, -4 * a * s * (e * s) * r, 0};
 }
 
 /* -A logp */

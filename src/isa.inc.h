@@ -4,6 +4,7 @@
 #define PASTE(name, isa, real) PASTE_(name, isa, real)
 
 #define REAL double
+#define ABS fabs
 #define REAL_IS_DOUBLE 1
 #define UINT uint64_t
 #define FN(name) PASTE(name, ISA, f64)
@@ -22,6 +23,7 @@
 #include "formulas.inc.h"
 #include "blocks.inc.h"
 #undef REAL
+#undef ABS
 #undef REAL_IS_DOUBLE
 #undef UINT
 #undef FN
@@ -35,12 +37,15 @@
 #undef EXP_Q
 
 #define REAL float
+#define ABS fabsf
 #define REAL_IS_DOUBLE 0
 #define UINT uint32_t
 #define FN(name) PASTE(name, ISA, f32)
 #define WIDE(name) PASTE(name, ISA, f64)
-#define WIDE_LOG 40.0f     /* log-ratios beyond it, and */
-#define WIDE_FACTOR 1e15f  /* factors beyond it, go through float64: their products stay below 1e15 exp(40) */
+/* Log-ratios, factors and sums beyond these go through float64: in float32 their products might overflow. */
+#define WIDE_LOG 40.0f
+#define WIDE_FACTOR 1e15f
+#define WIDE_SUM 1e30
 #define EXP_MAGIC 12582912.0f
 #define EXP_LOG2E 1.44269502f
 #define EXP_LN2_HI 0.693145752f
@@ -55,12 +60,14 @@
 #include "fused.inc.h"
 #include "blocks.inc.h"
 #undef REAL
+#undef ABS
 #undef REAL_IS_DOUBLE
 #undef UINT
 #undef FN
 #undef WIDE
 #undef WIDE_LOG
 #undef WIDE_FACTOR
+#undef WIDE_SUM
 #undef EXP_MAGIC
 #undef EXP_LOG2E
 #undef EXP_LN2_HI

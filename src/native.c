@@ -3,7 +3,7 @@
 #include "dispatch.h"
 #include "threads.h"
 
-static int isa = -1;
+static ATOMIC int isa = -1; /* chosen by the first call; several may be first at once */
 
 int grpo_n_isas(void) { return N_ISAS; }
 const char *grpo_isa_name(int k) { return ISAS[k].name; }
@@ -11,9 +11,10 @@ int grpo_isa_runs(int k) { return isa_runs(k); }
 void grpo_select_isa(int k) { isa = k; }
 int grpo_isa(void)
 {
-    if (isa < 0)
-        for (isa = N_ISAS - 1; !isa_runs(isa);) isa--;
-    return isa;
+    int k = isa;
+    if (k >= 0) return k;
+    for (k = N_ISAS - 1; !isa_runs(k);) k--;
+    return isa = k;
 }
 
 /* A completion on its way: its chunks are worked on in windows, and added up in their order. */
@@ -87,8 +88,8 @@ static void add_sums(const Job *job, int64_t n, void *into)
     Sums *total = into;
     for (int64_t k = 0; k < n; k++) {
         const Sums *part = &job->part.sums[k];
-        for (int s = 0; s < N_STATS; s++)
-            if (s < N_SUMS || s == STAT_NON_FINITE) total->stats[s] += part->stats[s];
+        for (int s = 0; s < N_SUMS; s++) total->stats[s] += part->stats[s];
+        total->stats[STAT_NON_FINITE] += part->stats[STAT_NON_FINITE];
         total->stats[STAT_LOG_RATIO_MIN] = fmin(total->stats[STAT_LOG_RATIO_MIN], part->stats[STAT_LOG_RATIO_MIN]);
         total->stats[STAT_LOG_RATIO_MAX] = fmax(total->stats[STAT_LOG_RATIO_MAX], part->stats[STAT_LOG_RATIO_MAX]);
         total->slopes += part->slopes;
@@ -105,7 +106,7 @@ static void share(const Plan *plan, Shared *shared, const Reduced *sums)
     if (plan->weight_use == USE_LOG_OFFSET) lam += sums->log_weight;
     if (plan->weight_use != USE_MULTIPLY)
         shared->surrogate_weight = plan->weight_use == USE_GEOMETRIC_MEAN ? exp(sums->log_weight / n) : 1;
-    shared->lam = fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
+    shared->lam = lam != lam ? lam : fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
     shared->lam_slope = shared->lam == lam;
     shared->log_rho = sums->x / n;
     shared->rho = saturated_exp(shared->log_rho, plan->exp_bound);
@@ -115,6 +116,8 @@ static void share(const Plan *plan, Shared *shared, const Reduced *sums)
 /* The ratio statistics of a completion that has one ratio. */
 static void one_ratio(const Plan *plan, const Shared *shared, double count, double *stats)
 {
+    for (int s = STAT_LOG_RATIO; s <= STAT_RATIO_SQ; s++) stats[s] = 0;
+    stats[STAT_LOG_RATIO_MIN] = INFINITY, stats[STAT_LOG_RATIO_MAX] = -INFINITY;
     if (count == 0) return;
     const double bound = plan->exp_bound, held = fmin(fmax(shared->lam, -bound), bound);
     const double series = held * held * (0.5 + held * (1.0 / 6 + held * (1.0 / 24 + held / 120))); /* of exp(x) - 1 - x */
@@ -137,6 +140,7 @@ static void completion(Job *job)
         .advantage = batch->advantages ? batch->advantages[i] : 0,
         .surrogate_weight = batch->completion_weight ? batch->completion_weight[i] : 1,
         .rho = 1,
+        .r = 1,
     };
     Reduced reduced = {0, 0, 0, 0};
     if (shared_lam || shared_rho || plan->weight_use != USE_MULTIPLY) {

@@ -1,0 +1,1196 @@
+"""The contract just in time: scalar formulas, staged loops over blocks of tokens, and who runs them.
+
+Tokens go through in blocks of ``TILE``, counted from each completion's own start and staged in
+small scratch arrays: load (masked slots become neutral), log-ratio, exp, surrogate, KL, combine
+and store. Every stage is one loop per formula; the formula is chosen outside the loop and the
+loops know no formulas. To add a surrogate: its function, and its line in ``_surrogate_stage``.
+
+In float32 a block that holds anything extreme or non-finite is done over in float64, so nothing
+overflows on the way. A block's result depends on its own tokens only, and blocks are added up in
+order: neither threads nor the place in a buffer can change a bit.
+
+What LLVM needs to vectorise all this: unsigned indices; one flat scratch array with rows at
+constant offsets (so that it need not ask whether rows overlap); constants in the dtype of the
+computation (``s.dtype.type``); ``reassoc`` on reductions only, and on nothing that holds exp.
+Kernels compile when first called, for float32 and float64; ``cache=True`` keeps them on disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import float32, njit
+from numba.core import types
+from numba.extending import intrinsic, overload
+from numba.np.arrayobj import make_array, populate_array
+
+from . import _contract as c
+from . import _threads
+from ._contract import Batch, Double, Int, Plan, PoolPlan, Real
+
+TILE = 256  # tokens of a block; float32 lanes are widened to float64 at least that often
+LANES = 16  # blocks are padded to a multiple of this
+CHUNK = 16384  # tokens of a piece of a long completion
+CLAIM = 65536  # tokens a thread takes at a time, at most
+
+# Per-instruction flags do not spread to what is inlined, so every function states its own.
+# _nrt=False: no reference counts, which cost more than the arithmetic of a block.
+_options: dict[str, Any] = {"error_model": "numpy", "nogil": True, "fastmath": {"contract"}, "_nrt": False}
+_inner = njit(**_options)
+_reduction = njit(**_options | {"fastmath": {"contract", "reassoc", "nsz"}})
+_extremum = njit(**_options | {"fastmath": {"nnan", "nsz"}})  # min and max vectorise with these only
+_kernel = njit(**_options, cache=True)
+_exactly = njit(error_model="numpy", nogil=True)
+_exact_kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+# ---- exp ---------------------------------------------------------------------------------------------
+
+
+def _make_exp(real: Any, integer: Any, shift: int, bias: int, magic: float, log2e: str, ln2_hi: str, ln2_lo: str,
+              tail: str) -> Any:  # fmt: skip
+    """``(x, bound) -> (e, e - 1, e - 1 - x)`` with e = exp(x held in +-bound), the last two to full precision.
+
+    exp(x) = 2^n (1 + p),  p = r + r^2 q(r),  r = x - n ln2,  and n = 0 for |x| <= 1, so that there
+    p and r^2 q(r) are themselves what is asked for. Adding ``magic`` rounds to an integer, which
+    then sits in the low bits. NaN stays NaN. Constants: ``tools/exp_coefficients.py``.
+    """
+    round_, to_log2, hi, lo = real(magic), real(log2e), real(ln2_hi), real(ln2_lo)
+    q = tuple(real(k) for k in tail.split())
+    top, zero, one = len(q) - 1, real(0), real(1)
+    shift, bias = integer(shift), integer(bias)
+
+    @_inner
+    def exp(x, bound):
+        held = bound if x > bound else x
+        held = -bound if held < -bound else held
+        t = (held * to_log2 if abs(held) > one else zero) + round_
+        n = t - round_
+        r = (held - n * hi) - n * lo
+        tail = q[top]
+        for k in range(top - 1, -1, -1):
+            tail = tail * r + q[k]
+        tail *= r * r
+        p = r + tail
+        e = integer((real(t).view(integer) + bias) << shift).view(real) * (one + p)
+        minus_1 = e - one
+        return e, p if n == zero else minus_1, tail if n == zero else minus_1 - x
+
+    return exp
+
+
+#: At most 2.1 ULP over [-87, 87] (just above -1; 1.0 ULP for x >= 0).
+exp32 = _make_exp(
+    np.float32, np.int32, 23, 127, 12582912.0, "1.44269502", "6.93145752e-01", "1.42860677e-06",
+    """5.00000000e-01 1.66666672e-01 4.16667163e-02 8.33329652e-03
+       1.38858333e-03 1.98469206e-04 2.53324160e-05 2.75523303e-06""")  # fmt: skip
+#: At most 2.1 ULP over [-300, 300].
+exp64 = _make_exp(
+    np.float64, np.int64, 52, 1023, 6755399441055744.0,
+    "1.4426950408889634", "6.9314718055989033e-01", "5.4979230187083712e-14",
+    """5.0000000000000000e-01 1.6666666666666663e-01 4.1666666666666276e-02 8.3333333333342526e-03
+       1.3888888888965120e-03 1.9841269840591670e-04 2.4801587252021241e-05 2.7557319437104723e-06
+       2.7557334036181729e-07 2.5052077289061759e-08 2.0874521162171655e-09 1.6060883305661821e-10
+       1.1636484633620386e-11 7.6482264426699210e-13""")  # fmt: skip
+
+
+def exp(x: float, bound: float) -> tuple[float, float, float]:
+    """exp(x), exp(x) - 1 and exp(x) - 1 - x in the dtype of x; see :func:`_make_exp`."""
+    raise NotImplementedError("for kernels")
+
+
+@overload(exp, jit_options=_options)
+def _exp(x, bound):
+    of_dtype = exp32 if x == float32 else exp64
+    return lambda x, bound: of_dtype(x, bound)
+
+
+# ---- the scratch of a worker -------------------------------------------------------------------------
+
+# Rows of TILE values. M: 1 where counted, else 0. D is d, in place of ref_logp. FLOWS is pre' clamp'.
+_N_ROWS = 18
+LOGP, OLD, D, A, C, M, X, LAM, FLOWS, R, TAIL, F, F_LAM, F_LOGP, K, K_LOGP, RHO, G = (
+    np.uint64(TILE * row) for row in range(_N_ROWS)
+)
+
+
+def _scratch(dtype: npt.DTypeLike) -> Real:
+    """Zeros that start on a cache line."""
+    dtype = np.dtype(dtype)
+    raw = np.zeros(TILE * _N_ROWS * dtype.itemsize + 64, np.uint8)
+    return raw[-raw.ctypes.data % 64 :][:-64 or None][: TILE * _N_ROWS * dtype.itemsize].view(dtype)
+
+
+class Source(NamedTuple):
+    """A token array of whatever dtype: an address, and 4 or 8 bytes per value (0: absent)."""
+
+    address: int
+    itemsize: int
+
+
+class Tokens(NamedTuple):
+    """The arrays of a batch that hold something for every token or step. Absent: 0."""
+
+    logp: Source
+    old_logp: Source
+    ref_logp: Source
+    weight: Source
+    advantage: Source
+    mask: int
+    step_ends: int
+    step_advantages: int
+
+
+class Own(NamedTuple):
+    """What a batch has for one completion."""
+
+    start: int
+    stop: int
+    weight: float  # w_i
+    factor: float  # of its token weights
+    advantage: float
+    step: int  # its steps: step..last
+    last: int
+
+
+@intrinsic
+def _view(typing_context, address, n, dtype):
+    """The n values at an address: one compilation whichever arrays are there, and no reference counts."""
+    array = types.Array(dtype.dtype, 1, "C")
+
+    def build(context, builder, signature, arguments):
+        view = make_array(array)(context, builder)
+        itemsize = context.get_constant(types.intp, array.dtype.bitwidth // 8)
+        data = builder.inttoptr(arguments[0], view.data.type)
+        populate_array(view, data, [arguments[1]], [itemsize], itemsize, None)
+        return view._getvalue()
+
+    return array(types.int64, types.int64, dtype), build
+
+
+class Limits(NamedTuple):
+    """Beyond these a block is done over in float64."""
+
+    log_ratio: float
+    logp: float
+    advantage: float  # and weights, and their products
+
+
+#: In float32 then f c <= 1e12 exp(40) 1e4 and rho k <= exp(80), and 256 of them are still finite.
+_LIMITS = {np.dtype(np.float32): Limits(40.0, 1e4, 1e12), np.dtype(np.float64): Limits(1e300, 1e300, 1e300)}
+
+
+class Reduced(NamedTuple):
+    """What a completion as a whole contributes to each of its tokens."""
+
+    n: float  # counted tokens
+    lam: float
+    flows: float  # clamp', 0 or 1
+    rho: float
+    c: float
+
+
+# ---- surrogates: (lam, r, logp, old_logp, a, p, bound) -> (value, d/dlam, d/dlogp) --------------------
+
+
+def _surrogate(formula: Callable[..., Any]) -> Any:
+    """The formula's loop over a block."""
+    of_token = _inner(formula)
+
+    @_inner
+    def loop(plan, s, size):
+        real = s.dtype.type
+        p = (real(plan.p0), real(plan.p1), real(plan.p2), real(plan.p3))
+        bound = real(plan.exp_bound)
+        for t in range(np.uint64(size)):
+            value, lam_slope, logp_slope = of_token(s[LAM + t], s[R + t], s[LOGP + t], s[OLD + t], s[A + t], p, bound)
+            s[F + t] = value
+            s[F_LAM + t] = lam_slope
+            s[F_LOGP + t] = logp_slope
+
+    return loop
+
+
+@_surrogate
+def clip(lam, r, logp, old_logp, a, p, bound):
+    zero = type(r)(0)
+    positive = a > zero
+    lower = zero if positive else p[0]
+    upper = p[1] if positive else p[2]
+    flows = (lower <= r) & (r <= upper)  # ties flow in full
+    return -a * min(max(r, lower), upper), -a * r if flows else zero, zero
+
+
+@_surrogate
+def cispo(lam, r, logp, old_logp, a, p, bound):
+    weight = min(max(r, p[0]), p[1])  # detached
+    return -weight * a * logp, type(r)(0), -weight * a
+
+
+@_surrogate
+def sapo(lam, r, logp, old_logp, a, p, bound):
+    zero, one, four = type(r)(0), type(r)(1), type(r)(4)
+    tau = p[0] if a > zero else p[1]
+    z = tau * (r - one)
+    e = exp(-abs(z), bound)[0]
+    e = zero if abs(z) > bound else e  # saturated, it would not vanish against a large r
+    sigmoid = (one if z >= zero else e) / (one + e)
+    return -a * four / tau * sigmoid, -four * a * (e / ((one + e) * (one + e))) * r, zero
+
+
+@_surrogate
+def gpg(lam, r, logp, old_logp, a, p, bound):
+    return -a * logp, type(r)(0), -a
+
+
+# ---- KL estimators: (d, bound) -> (value, d/dlogp), d = ref_logp - logp ------------------------------
+
+
+def _kl(formula: Callable[..., Any]) -> Any:
+    """The formula's loop over a block, clamped and straight-through as the plan says."""
+    of_token = _inner(formula)
+
+    @_inner
+    def loop(plan, s, size):
+        real = s.dtype.type
+        zero, bound = real(0), real(plan.exp_bound)
+        most_d, most_k = real(plan.kl_clamp_in), real(plan.kl_clamp_out)
+        straight_through = plan.kl_straight_through != 0
+        for t in range(np.uint64(size)):
+            d = s[D + t]
+            held_d = min(max(d, -most_d), most_d)
+            k, slope = of_token(held_d, bound)
+            held_k = min(max(k, -most_k), most_k)
+            slope = slope if (held_d == d) & (held_k == k) else zero
+            s[K + t] = held_k
+            s[K_LOGP + t] = -d if straight_through else slope
+
+    return loop
+
+
+@_kl
+def k1(d, bound):
+    return -d, type(d)(1)
+
+
+@_kl
+def k2(d, bound):
+    return type(d)(0.5) * d * d, -d
+
+
+@_kl
+def k3(d, bound):
+    _, minus_1, tail = exp(d, bound)
+    return tail, -minus_1
+
+
+@_kl
+def absolute(d, bound):
+    zero, one = type(d)(0), type(d)(1)
+    sign = one if d > zero else (-one if d < zero else zero)
+    return abs(d), -sign
+
+
+# ---- what the level does to x: (x, a, lo, hi) -> (value, slope) --------------------------------------
+
+
+def _pre(formula: Callable[..., Any]) -> Any:
+    """The formula's loop over a block; X to LAM and FLOWS, which it then clamps into [lam_lo, lam_hi]."""
+    of_token = _inner(formula)
+
+    @_inner
+    def loop(plan, s, size, lam_lo, lam_hi):
+        real = s.dtype.type
+        lo, hi, lam_lo, lam_hi, zero = real(plan.pre_lo), real(plan.pre_hi), real(lam_lo), real(lam_hi), real(0)
+        for t in range(np.uint64(size)):
+            value, slope = of_token(s[X + t], s[A + t], lo, hi)
+            held = min(max(value, lam_lo), lam_hi)
+            s[LAM + t] = held
+            s[FLOWS + t] = slope if held == value else zero
+
+    return loop
+
+
+@_pre
+def identity(x, a, lo, hi):
+    return x, type(x)(1)
+
+
+@_pre
+def clamp(x, a, lo, hi):
+    held = min(max(x, lo), hi)
+    return held, type(x)(1) if held == x else type(x)(0)
+
+
+@_pre
+def sign_clip(x, a, lo, hi):
+    zero, one = type(x)(0), type(x)(1)
+    clipped = min(max(x, lo), hi)
+    held = min(x, clipped) if a > zero else max(x, clipped)
+    return held, one if held == x else zero
+
+
+# ---- load --------------------------------------------------------------------------------------------
+
+
+@_inner
+def _fill(s, row, value):
+    v = s.dtype.type(value)
+    for t in range(np.uint64(TILE)):
+        s[row + t] = v
+
+
+@_inner
+def _count(tokens, s, first, n):
+    """Fill M, neutral beyond n; the number of counted tokens."""
+    one, zero = s.dtype.type(1), s.dtype.type(0)
+    if n < TILE:
+        _fill(s, M, 0)
+    if tokens.mask == 0:
+        for t in range(np.uint64(n)):
+            s[M + t] = one
+        return n
+    mask = _view(tokens.mask + first, n, np.uint8)
+    counted = np.int32(0)
+    for t in range(np.uint64(n)):
+        s[M + t] = one if mask[t] != 0 else zero
+        counted += np.int32(mask[t] != 0)
+    return np.int64(counted)
+
+
+@_inner
+def _copy(part, s, row, n, masked):
+    """n values as they are where they are counted, else 0."""
+    real, zero = s.dtype.type, s.dtype.type(0)
+    if n < TILE:
+        _fill(s, row, 0)
+    if masked:
+        for t in range(np.uint64(n)):
+            s[row + t] = real(part[t]) if s[M + t] != zero else zero
+    else:
+        for t in range(np.uint64(n)):
+            s[row + t] = real(part[t])
+
+
+@_inner
+def _load(source, s, row, first, n, masked):
+    if source.itemsize == 4:
+        _copy(_view(source.address + 4 * first, n, np.float32), s, row, n, masked)
+    else:
+        _copy(_view(source.address + 8 * first, n, np.float64), s, row, n, masked)
+
+
+@_inner
+def _load_log_ratio(tokens, s, first, n, masked):
+    _load(tokens.logp, s, LOGP, first, n, masked)
+    if tokens.old_logp.itemsize > 0:
+        _load(tokens.old_logp, s, OLD, first, n, masked)
+    else:  # the policy is its own
+        for t in range(np.uint64(TILE)):
+            s[OLD + t] = s[LOGP + t]
+    for t in range(np.uint64(TILE)):
+        s[X + t] = s[LOGP + t] - s[OLD + t]
+
+
+@_inner
+def _add_advantage(part, s, begin, end, base):
+    zero = s.dtype.type(0)
+    for t in range(np.uint64(begin), np.uint64(end)):
+        s[A + t] = s.dtype.type(base + np.float64(part[t])) if s[M + t] != zero else zero
+
+
+@_inner
+def _first_step(step_ends, low, high, position):
+    """The first of the steps low..high that ends at or after the position; high where none does."""
+    while low < high:
+        middle = (low + high) // 2
+        if step_ends[middle] < position:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@_inner
+def _load_advantages(tokens, own, s, first, n):
+    position = first - own.start  # of the block in the completion
+    step_ends = _view(tokens.step_ends, own.last, np.int64)
+    step_advantages = _view(tokens.step_advantages, own.last, np.float64)
+    step = _first_step(step_ends, own.step, own.last, position)
+    begin = np.int64(0)
+    while begin < n:  # a run of tokens of one step
+        base, end = own.advantage, n
+        if step < own.last:
+            base += step_advantages[step]
+            end = max(begin, min(n, step_ends[step] + 1 - position))
+            step += 1
+        if tokens.advantage.itemsize == 4:
+            _add_advantage(_view(tokens.advantage.address + 4 * first, n, np.float32), s, begin, end, base)
+        elif tokens.advantage.itemsize == 8:
+            _add_advantage(_view(tokens.advantage.address + 8 * first, n, np.float64), s, begin, end, base)
+        else:
+            for t in range(np.uint64(begin), np.uint64(end)):
+                s[A + t] = s.dtype.type(base)
+        begin = end
+    for t in range(np.uint64(n), np.uint64(TILE)):
+        s[A + t] = s.dtype.type(0)
+
+
+@_inner
+def _weigh(part, s, n, factor):
+    real, zero = s.dtype.type, s.dtype.type(0)
+    for t in range(np.uint64(n)):
+        s[C + t] = real(np.float64(part[t]) * factor) if s[M + t] != zero else zero
+
+
+@_inner
+def _load_weights(plan, tokens, own, reduced, s, first, n):
+    if plan.weight_use == c.USE_MULTIPLY and tokens.weight.itemsize > 0:
+        _fill(s, C, 0)
+        if tokens.weight.itemsize == 4:
+            _weigh(_view(tokens.weight.address + 4 * first, n, np.float32), s, n, own.factor)
+        else:
+            _weigh(_view(tokens.weight.address + 8 * first, n, np.float64), s, n, own.factor)
+    else:
+        value = s.dtype.type(own.factor if plan.weight_use == c.USE_MULTIPLY else reduced.c)
+        for t in range(np.uint64(TILE)):
+            s[C + t] = value * s[M + t]
+
+
+@_reduction
+def _tame(s, size, limits):
+    """Whether everything is finite and small enough for the dtype."""
+    zero, one = s.dtype.type(0), s.dtype.type(1)
+    log_ratio, logp = s.dtype.type(limits.log_ratio), s.dtype.type(limits.logp)
+    most = s.dtype.type(limits.advantage)
+    wild = zero
+    for t in range(np.uint64(size)):
+        a, weight = s[A + t], s[C + t]
+        fine = (abs(s[X + t]) <= log_ratio) & (abs(s[D + t]) <= log_ratio) & (abs(s[LOGP + t]) <= logp)
+        fine &= (abs(a) <= most) & (abs(weight) <= most) & (abs(a * weight) <= most)
+        wild += zero if fine else one
+    return wild == zero
+
+
+@_inner
+def _load_block(plan, tokens, own, reduced, s, first, n, size, masked, limits):
+    """A counted block; whether the dtype is enough for it."""
+    _load_log_ratio(tokens, s, first, n, masked)
+    _load_advantages(tokens, own, s, first, n)
+    _load_weights(plan, tokens, own, reduced, s, first, n)
+    if plan.kl == c.KL_NONE:
+        _fill(s, D, 0)
+    else:
+        _load(tokens.ref_logp, s, D, first, n, masked)
+        for t in range(np.uint64(TILE)):
+            s[D + t] = s[D + t] - s[LOGP + t]
+    return _tame(s, size, limits)
+
+
+@_inner
+def _flag_non_finite(source, s, first, n, masked):
+    if source.itemsize > 0:
+        _load(source, s, D, first, n, masked)
+        for t in range(np.uint64(n)):
+            if not math.isfinite(s[D + t]):
+                s[X + t] = 1
+
+
+@_inner
+def _count_non_finite(tokens, s, first, n, masked):
+    """Counted tokens with a NaN or inf in any array; overwrites D and X. In float64 only."""
+    _fill(s, X, 0)
+    _flag_non_finite(tokens.logp, s, first, n, masked)
+    _flag_non_finite(tokens.old_logp, s, first, n, masked)
+    _flag_non_finite(tokens.ref_logp, s, first, n, masked)
+    _flag_non_finite(tokens.weight, s, first, n, masked)
+    _flag_non_finite(tokens.advantage, s, first, n, masked)
+    total = 0.0
+    for t in range(np.uint64(n)):
+        total += s[X + t]
+    return total
+
+
+# ---- stages ------------------------------------------------------------------------------------------
+
+
+@_inner
+def _pre_stage(plan, s, size):
+    """At the token level LAM is final; at the others its clamp comes after the reduction."""
+    token = plan.level == c.LEVEL_TOKEN
+    lam_lo, lam_hi = plan.lam_lo if token else -np.inf, plan.lam_hi if token else np.inf
+    if plan.pre == c.PRE_IDENTITY:
+        identity(plan, s, size, lam_lo, lam_hi)
+    elif plan.pre == c.PRE_CLAMP:
+        clamp(plan, s, size, lam_lo, lam_hi)
+    elif plan.pre == c.PRE_SIGN_CLIP:
+        sign_clip(plan, s, size, lam_lo, lam_hi)
+
+
+@_inner
+def _exp_stage(s, size, bound):
+    bound = s.dtype.type(bound)
+    for t in range(np.uint64(size)):
+        e, _, tail = exp(s[LAM + t], bound)
+        s[R + t] = e
+        s[TAIL + t] = tail
+
+
+@_inner
+def _surrogate_stage(plan, s, size):
+    if plan.surrogate == 0:
+        clip(plan, s, size)
+    elif plan.surrogate == 1:
+        cispo(plan, s, size)
+    elif plan.surrogate == 2:
+        sapo(plan, s, size)
+    elif plan.surrogate == 3:
+        gpg(plan, s, size)
+
+
+@_inner
+def _kl_stage(plan, s, size):
+    if plan.kl == c.KL_NONE:
+        _fill(s, K, 0)
+        _fill(s, K_LOGP, 0)
+    elif plan.kl == 1:
+        k1(plan, s, size)
+    elif plan.kl == 2:
+        k2(plan, s, size)
+    elif plan.kl == 3:
+        k3(plan, s, size)
+    elif plan.kl == 4:
+        absolute(plan, s, size)
+
+
+@_inner
+def _rho_stage(plan, reduced, s, size):
+    """k and its slope times rho, and rho' k added to the slope where it is the token's own."""
+    real = s.dtype.type
+    bound = real(plan.exp_bound)
+    own = plan.rho_level != c.LEVEL_SEQUENCE and plan.rho == c.RHO_RATIO
+    through = real(1) if own else real(0)
+    if plan.rho_level == c.LEVEL_TOKEN:
+        for t in range(np.uint64(size)):
+            s[RHO + t] = exp(s[X + t], bound)[0]
+    else:
+        _fill(s, RHO, reduced.rho)
+    for t in range(np.uint64(size)):
+        k = s[RHO + t] * s[K + t]
+        s[K_LOGP + t] = s[RHO + t] * s[K_LOGP + t] + through * k
+        s[K + t] = k
+
+
+@_reduction
+def _gradient(s, size, weight, beta, own_lam):
+    """G, and the sums of c f, k and c df/dlam; ``own_lam``: 1 where lam is the token's own, else 0."""
+    real = s.dtype.type
+    weight, beta, own_lam, zero = real(weight), real(beta), real(own_lam), real(0)
+    surrogate, kl, through = zero, zero, zero
+    for t in range(np.uint64(size)):
+        f_lam = s[C + t] * s[F_LAM + t]
+        g = weight * (own_lam * s[FLOWS + t] * f_lam + s[C + t] * s[F_LOGP + t] + beta * s[K_LOGP + t])
+        s[G + t] = g if s[M + t] != zero else zero
+        surrogate += s[C + t] * s[F + t]
+        kl += s[K + t]
+        through += f_lam
+    return np.float64(surrogate), np.float64(kl), np.float64(through)
+
+
+@_reduction
+def _ratio_sums(s, size):
+    zero = s.dtype.type(0)
+    log_ratio, approx_kl, square = zero, zero, zero
+    for t in range(np.uint64(size)):
+        r = s[R + t] * s[M + t]
+        log_ratio += s[LAM + t] * s[M + t]
+        approx_kl += s[TAIL + t] * s[M + t]
+        square += r * r
+    return np.float64(log_ratio), np.float64(approx_kl), np.float64(square)
+
+
+@_reduction
+def _clipped(s, size, low, high):
+    real = s.dtype.type
+    low, high, zero = real(low), real(high), real(0)
+    below, above = zero, zero
+    for t in range(np.uint64(size)):
+        below += s[M + t] if (s[A + t] < zero) & (s[R + t] < low) else zero
+        above += s[M + t] if (s[A + t] > zero) & (s[R + t] > high) else zero
+    return np.float64(below), np.float64(above)
+
+
+@_extremum
+def _extremes(s, size):
+    zero, least, most = s.dtype.type(0), s.dtype.type(np.inf), s.dtype.type(-np.inf)
+    for t in range(np.uint64(size)):
+        counted = s[M + t] != zero
+        least = min(least, s[LAM + t] if counted else s.dtype.type(np.inf))
+        most = max(most, s[LAM + t] if counted else s.dtype.type(-np.inf))
+    return np.float64(least), np.float64(most)
+
+
+@_inner
+def _stages(plan, reduced, s, size, weight, row):
+    """A loaded block to G and the statistics; the sums of c df/dlam and of rho k."""
+    _pre_stage(plan, s, size)
+    if plan.level == c.LEVEL_TOKEN:
+        _exp_stage(s, size, plan.exp_bound)
+    else:
+        _fill(s, LAM, reduced.lam)
+        _fill(s, R, exp(reduced.lam, plan.exp_bound)[0])
+    _surrogate_stage(plan, s, size)
+    _kl_stage(plan, s, size)
+    if plan.rho != c.RHO_NONE:
+        _rho_stage(plan, reduced, s, size)
+    own_lam = (1.0, 0.0, reduced.flows)[plan.level]
+    surrogate, kl, through = _gradient(s, size, weight, plan.beta, own_lam)
+    row[0] += surrogate
+    row[1] += kl
+    if plan.level == c.LEVEL_TOKEN:
+        log_ratio, approx_kl, square = _ratio_sums(s, size)
+        least, most = _extremes(s, size)
+        row[2] += log_ratio
+        row[3] += approx_kl
+        row[4] += square
+        row[7] = min(row[7], least)
+        row[8] = max(row[8], most)
+    below, above = _clipped(s, size, plan.clip_lo, plan.clip_hi)
+    row[5] += below
+    row[6] += above
+    return through, kl
+
+
+# ---- store -------------------------------------------------------------------------------------------
+
+
+_FLOAT_MAX, _DOUBLE_MAX = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)
+
+
+@_inner
+def _store_in(part, s, n, largest):
+    most = s.dtype.type(largest)
+    for t in range(np.uint64(n)):
+        part[t] = min(max(s[G + t], -most), most)
+
+
+@_inner
+def _store(s, grad, first, n):
+    """G to the gradient, held at the largest finite number."""
+    if grad.itemsize == 4:
+        _store_in(_view(grad.address + 4 * first, n, np.float32), s, n, _FLOAT_MAX)
+    elif grad.itemsize == 8:
+        _store_in(_view(grad.address + 8 * first, n, np.float64), s, n, _DOUBLE_MAX)
+
+
+@_inner
+def _add_in(part, s, n, through, alike, largest):
+    for t in range(np.uint64(n)):
+        more = through * np.float64(s[FLOWS + t]) + alike if s[M + t] != 0 else 0.0
+        part[t] = min(max(np.float64(part[t]) + more, -largest), largest)
+
+
+@_inner
+def _add(s, grad, first, n, through, alike):
+    """pre' through + alike, for counted tokens, on top of the gradient."""
+    if grad.itemsize == 4:
+        _add_in(_view(grad.address + 4 * first, n, np.float32), s, n, through, alike, _FLOAT_MAX)
+    else:
+        _add_in(_view(grad.address + 8 * first, n, np.float64), s, n, through, alike, _DOUBLE_MAX)
+
+
+# ---- a completion ------------------------------------------------------------------------------------
+
+
+@_inner
+def _padded(n):
+    return (n + LANES - 1) // LANES * LANES
+
+
+@_reduction
+def _level_sums(s, size):
+    zero = s.dtype.type(0)
+    lam, x = zero, zero
+    for t in range(np.uint64(size)):
+        lam += s[LAM + t] * s[M + t]
+        x += s[X + t]
+    return np.float64(lam), np.float64(x)
+
+
+@_inner
+def _log_weights(plan, tokens, own, s, first, n, masked):
+    """Sum over counted tokens of log weight, as the plan uses it; overwrites X. In float64 only."""
+    if tokens.weight.itemsize > 0:
+        _load(tokens.weight, s, X, first, n, masked)
+    else:
+        _fill(s, X, 1)
+    total = 0.0
+    for t in range(np.uint64(n)):
+        if s[M + t] != 0:
+            weight = s[X + t] * own.factor
+            if plan.weight_use == c.USE_LOG_OFFSET:
+                total += min(max(math.log(weight), plan.lam_lo), plan.lam_hi)
+            else:
+                total += math.log(weight + 1e-10)
+    return total
+
+
+@_inner
+def _load_level(plan, tokens, own, s, first, n, size, masked, limits):
+    """A counted block up to FLOWS and the unreduced LAM; whether the dtype is enough."""
+    _load_log_ratio(tokens, s, first, n, masked)
+    _fill(s, D, 0)
+    _fill(s, C, 0)
+    if plan.pre == c.PRE_SIGN_CLIP:
+        _load_advantages(tokens, own, s, first, n)
+    else:
+        _fill(s, A, 0)
+    _pre_stage(plan, s, size)
+    return _tame(s, size, limits)
+
+
+@_inner
+def _reduce(plan, tokens, own, weighted, s, wide, limits):
+    """The first pass: what the completion's log-ratios and weights come to."""
+    counted, lam, x, log_weight = 0.0, 0.0, 0.0, 0.0
+    for first in range(own.start, own.stop, TILE):
+        n = min(TILE, own.stop - first)
+        size = _padded(n)
+        here = _count(tokens, s, first, n)
+        if here == 0:
+            continue
+        masked = here < n
+        counted += here
+        if _load_level(plan, tokens, own, s, first, n, size, masked, limits):
+            more_lam, more_x = _level_sums(s, size)
+        else:
+            _count(tokens, wide, first, n)
+            _load_level(plan, tokens, own, wide, first, n, size, masked, limits)
+            more_lam, more_x = _level_sums(wide, size)
+        lam += more_lam
+        x += more_x
+        if weighted:
+            _count(tokens, wide, first, n)
+            log_weight += _log_weights(plan, tokens, own, wide, first, n, masked)
+    mean_n = max(counted, 1.0)
+    if plan.reduce == c.REDUCE_MEAN:
+        lam /= mean_n
+    weight = 1.0
+    if plan.weight_use == c.USE_LOG_OFFSET:
+        lam += log_weight
+    elif weighted:
+        weight = exp(log_weight / mean_n, plan.exp_bound)[0]
+    held = min(max(lam, plan.lam_lo), plan.lam_hi)
+    return Reduced(counted, held, 1.0 if held == lam else 0.0, exp(x / mean_n, plan.exp_bound)[0], weight)
+
+
+@_inner
+def _piece(plan, tokens, own, reduced, begin, end, row, grad, s, wide, limits, widen):
+    """Tokens begin..end of the buffer: statistics into ``row``, gradient stored; sums for a third pass."""
+    through, kl = 0.0, 0.0
+    for first in range(begin, end, TILE):
+        n = min(TILE, end - first)
+        size = _padded(n)
+        more_through, more_kl = 0.0, 0.0
+        counted = _count(tokens, s, first, n)
+        masked = counted < n
+        if counted == 0:
+            _fill(s, G, 0)
+            _store(s, grad, first, n)
+        elif not widen and _load_block(plan, tokens, own, reduced, s, first, n, size, masked, limits):
+            more_through, more_kl = _stages(plan, reduced, s, size, own.weight, row)
+            _store(s, grad, first, n)
+        else:
+            _count(tokens, wide, first, n)
+            row[9] += _count_non_finite(tokens, wide, first, n, masked)
+            _load_block(plan, tokens, own, reduced, wide, first, n, size, masked, limits)
+            more_through, more_kl = _stages(plan, reduced, wide, size, own.weight, row)
+            _store(wide, grad, first, n)
+        through += more_through
+        kl += more_kl
+    return through, kl
+
+
+@_inner
+def _third_pass(plan, tokens, own, grad, s, wide, limits, through, alike):
+    """Add to every counted token's gradient what comes through the completion's one lam, and one rho."""
+    for first in range(own.start, own.stop, TILE):
+        n = min(TILE, own.stop - first)
+        size = _padded(n)
+        counted = _count(tokens, s, first, n)
+        masked = counted < n
+        if counted == 0:
+            continue
+        if plan.pre == c.PRE_IDENTITY or plan.level == c.LEVEL_TOKEN:
+            _fill(s, FLOWS, 1)
+            _add(s, grad, first, n, through, alike)
+        elif _load_level(plan, tokens, own, s, first, n, size, masked, limits):
+            _add(s, grad, first, n, through, alike)
+        else:
+            _count(tokens, wide, first, n)
+            _load_level(plan, tokens, own, wide, first, n, size, masked, limits)
+            _add(wide, grad, first, n, through, alike)
+
+
+@_inner
+def _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, widen):
+    """A completion of which every token depends on all the others."""
+    reduced = _reduce(plan, tokens, own, weighted, s, wide, limits)
+    widen |= not (abs(reduced.lam) <= limits.log_ratio and reduced.rho <= math.exp(min(limits.log_ratio, 700.0)))
+    through, kl = _piece(plan, tokens, own, reduced, own.start, own.stop, row, grad, s, wide, limits, widen)
+    n = max(reduced.n, 1.0)
+    through_lam, through_rho = 0.0, 0.0
+    if plan.level == c.LEVEL_SEQUENCE:
+        through_lam = own.weight * reduced.flows * through / (n if plan.reduce == c.REDUCE_MEAN else 1.0)
+    if plan.rho == c.RHO_RATIO and plan.rho_level == c.LEVEL_SEQUENCE and plan.kl != c.KL_NONE:
+        through_rho = own.weight * plan.beta * kl / n
+    if grad.itemsize > 0 and (through_lam != 0.0 or through_rho != 0.0):
+        _third_pass(plan, tokens, own, grad, s, wide, limits, through_lam, through_rho)
+    if plan.level != c.LEVEL_TOKEN and reduced.n > 0:
+        r, _, tail = exp(reduced.lam, plan.exp_bound)
+        row[2] = reduced.lam
+        row[3] = tail
+        row[4] = r * r
+        row[5] /= n
+        row[6] /= n
+        row[7] = reduced.lam
+        row[8] = reduced.lam
+
+
+@_kernel
+def _run(plan, tokens, start, stop, weights, factors, advantages, step_offsets,
+         owner, begin, end, rows, grad, limits, widen, narrow, s, wide, low, high):  # fmt: skip
+    """Pieces low..high, each with its own row of statistics. Absent arrays are empty."""
+    whole = plan.level != c.LEVEL_TOKEN or (plan.rho != c.RHO_NONE and plan.rho_level != c.LEVEL_TOKEN)
+    weighted = plan.weight_use != c.USE_MULTIPLY and (tokens.weight.itemsize > 0 or factors.size > 0)
+    alone = Reduced(0.0, 0.0, 1.0, 1.0, 1.0)
+    for piece in range(low, high):
+        i = owner[piece]
+        row = rows[piece]
+        for column in range(row.size):
+            row[column] = 0.0
+        row[7] = np.inf
+        row[8] = -np.inf
+        own = Own(
+            start[i], stop[i], weights[i],
+            factors[i] if factors.size > 0 else 1.0,
+            advantages[i] if advantages.size > 0 else 0.0,
+            step_offsets[i] if step_offsets.size > 0 else 0,
+            step_offsets[i + 1] if step_offsets.size > 0 else 0,
+        )  # fmt: skip
+        size = abs(own.weight)
+        mild = (size == 0 or 1e-30 <= size <= 1e3) and size * plan.beta <= 1e3
+        wild = widen or (narrow and not mild)
+        if whole:
+            _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, wild)
+        else:
+            _piece(plan, tokens, own, alone, begin[piece], end[piece], row, grad, s, wide, limits, wild)
+
+
+@_exact_kernel
+def _merge(owner, rows, stats):
+    """Rows of pieces, in order, to rows of completions."""
+    stats[:] = 0.0
+    stats[:, 7] = np.inf
+    stats[:, 8] = -np.inf
+    for piece in range(owner.size):
+        row, total = rows[piece], stats[owner[piece]]
+        least, most = min(total[7], row[7]), max(total[8], row[8])
+        total += row
+        total[7] = least
+        total[8] = most
+
+
+# ---- the functions of the contract -------------------------------------------------------------------
+
+_NOTHING = {t: np.empty(0, t) for t in map(np.dtype, ("f8", "i8", "u1"))}
+_PLAN_TYPES = [type(Plan._field_defaults.get(name, 0)) for name in Plan._fields]
+_POOL_PLAN_TYPES = [type(PoolPlan._field_defaults[name]) for name in PoolPlan._fields]
+
+
+def _given(values: npt.NDArray[Any] | None, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Read-only, because to Numba that is another type; empty where absent."""
+    view = (_NOTHING[np.dtype(dtype)] if values is None else values).view()
+    view.flags.writeable = False
+    return view
+
+
+def _source(values: Real | None) -> Source:
+    return Source(0, 0) if values is None else Source(values.ctypes.data, values.itemsize)
+
+
+def _tokens(batch: Batch) -> Tokens:
+    arrays = (batch.logp, batch.old_logp, batch.ref_logp, batch.token_weight, batch.token_advantages)
+    others = (batch.mask, batch.step_ends, batch.step_advantages)
+    return Tokens(*map(_source, arrays), *(0 if a is None else a.ctypes.data for a in others))
+
+
+def _mild(plan: Plan) -> bool:
+    """Whether no parameter alone can take float32 out of its range."""
+    params = [abs(p) for p in (plan.p0, plan.p1, plan.p2, plan.p3) if p != 0 and math.isfinite(p)]
+    return abs(plan.beta) <= 1e3 and all(1e-6 <= p <= 1e6 for p in params)
+
+
+def _pieces(start: Int, stop: Int, whole: bool) -> tuple[Int, Int, Int]:
+    """(completion, first token, end) of every piece: chunks counted from the completion's own start."""
+    lengths = stop - start
+    n = len(lengths)
+    if whole or n == 0 or lengths.max() <= CHUNK:
+        return np.arange(n), start, stop
+    chunks = np.maximum(1, -(-lengths // CHUNK))
+    owner = np.repeat(np.arange(n), chunks)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+    begin = start[owner] + nth * CHUNK
+    return owner, begin, np.minimum(begin + CHUNK, stop[owner])
+
+
+def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int) -> None:
+    """Statistics of every completion and, where ``grad`` is given, the gradient in its slots."""
+    plan = Plan(*(to(value) for to, value in zip(_PLAN_TYPES, plan, strict=True)))
+    logps = [a.dtype for a in (batch.logp, batch.old_logp, batch.ref_logp) if a is not None]
+    dtype = np.result_type(*logps)
+    whole = plan.level != c.LEVEL_TOKEN or (plan.rho != c.RHO_NONE and plan.rho_level != c.LEVEL_TOKEN)
+    owner, begin, end = _pieces(batch.start, batch.stop, whole)
+    split = len(owner) != len(stats)
+    rows = np.empty((len(owner), len(c.STATS))) if split else stats
+    narrow = bool(dtype == np.float32)
+    arguments = (
+        plan,
+        _tokens(batch),
+        *(_given(a, np.int64) for a in (batch.start, batch.stop)),
+        *(_given(a, np.float64) for a in (batch.weights, batch.completion_weight, batch.advantages)),
+        _given(None if batch.step_advantages is None else batch.step_offsets, np.int64),
+        *(_given(a, np.int64) for a in (owner, begin, end)),
+        rows,
+        _source(grad),
+        _LIMITS[dtype],
+        narrow and not _mild(plan),
+        narrow,
+    )
+
+    def run(ranges: Any) -> None:
+        s, wide = _scratch(dtype), _scratch(np.float64)
+        for low, high in ranges:
+            _run(*arguments, s, wide, low, high)
+
+    _share(run, end - begin, n_threads)
+    if split:
+        _merge(_given(owner, np.int64), rows, stats)
+
+
+def _share(run: Callable[[Any], None], lengths: Int, n_threads: int) -> None:
+    """``run`` ranges of pieces on the threads, each taking the next range when it has finished one."""
+    if n_threads == 1 or len(lengths) <= 1:
+        run([(0, len(lengths))])
+        return
+    done = np.cumsum(lengths)
+    claim = min(CLAIM, max(CHUNK, int(done[-1]) // (4 * n_threads)))
+    bounds = np.searchsorted(done, np.arange(claim, int(done[-1]), claim))
+    ranges = list(itertools.pairwise(np.unique([0, *bounds, len(lengths)]).tolist()))
+    following = itertools.count()  # next() is atomic
+
+    def claims() -> Any:
+        for k in following:
+            if k >= len(ranges):
+                return
+            yield ranges[k]
+
+    _threads.run(lambda: run(claims()), min(n_threads, len(ranges)))
+
+
+@_exact_kernel
+def _count_tokens(mask, start, stop, counts):
+    for i in range(start.size):
+        counted = np.int32(0)
+        part = mask[start[i] : stop[i]]
+        for t in range(np.uint64(part.size)):
+            counted += np.int32(part[t] != 0)
+        counts[i] = counted
+
+
+def count_tokens(mask: npt.NDArray[np.uint8] | None, start: Int, stop: Int) -> Int:
+    """Counted tokens of each completion."""
+    if mask is None:
+        return stop - start
+    counts = np.empty(len(start), np.int64)
+    _count_tokens(_given(mask, np.uint8), _given(start, np.int64), _given(stop, np.int64), counts)
+    return counts
+
+
+@_exactly
+def _exact_sum(values, scale, partials):
+    """The sum of values * scale, rounded once: partial sums that do not overlap (Shewchuk 1997; math.fsum)."""
+    n = 0
+    special = 0.0
+    for value in values:
+        x = value * scale
+        if not math.isfinite(x):
+            special += x
+            continue
+        kept = 0
+        for k in range(n):
+            y = partials[k]
+            if abs(x) < abs(y):
+                x, y = y, x
+            high = x + y
+            low = y - (high - x)
+            if low != 0.0:
+                partials[kept] = low
+                kept += 1
+            x = high
+        partials[kept] = x
+        n = kept + 1
+    if special != 0.0:  # inf, or NaN
+        return special
+    if n == 0:
+        return 0.0
+    n -= 1
+    high, low = partials[n], 0.0
+    while n > 0 and low == 0.0:
+        n -= 1
+        x, y = high, partials[n]
+        high = x + y
+        low = y - (high - x)
+    # high + low is exact, but what is below low decides a tie
+    if n > 0 and ((low < 0.0 and partials[n - 1] < 0.0) or (low > 0.0 and partials[n - 1] > 0.0)):
+        y = low * 2.0
+        x = high + y
+        if y == x - high:
+            high = x
+    return high
+
+
+@_exactly
+def _sum(values, partials):
+    total = _exact_sum(values, 1.0, partials)
+    if math.isnan(total):  # inf - inf, NaN, or too large on the way only
+        return _exact_sum(values, 2.0**-64, partials) * 2.0**64
+    return total
+
+
+_PARTIALS = 64  # doubles that do not overlap: fewer than 2100 / 53
+
+
+@_exact_kernel
+def _sum_columns(table, totals):
+    column = np.empty(table.shape[0])
+    partials = np.empty(_PARTIALS)
+    for k in range(table.shape[1]):
+        column[:] = table[:, k]
+        totals[k] = _sum(column, partials)
+
+
+def sum_columns(table: Double) -> Double:
+    """The exact sum of every column, rounded once."""
+    totals = np.empty(table.shape[1])
+    _sum_columns(_given(table, np.float64), totals)
+    return totals
+
+
+@_exactly
+def _std(values, ddof, scratch, partials):
+    """Two passes, each an exact sum, so the order of values does not matter; of equal values exactly 0."""
+    m = values.size
+    if ddof >= m or values.min() == values.max():
+        return 0.0
+    mean = _sum(values, partials) / m
+    for k in range(m):
+        deviation = values[k] - mean
+        scratch[k] = deviation * deviation
+    return math.sqrt(_sum(scratch[:m], partials) / (m - ddof))
+
+
+@_exact_kernel
+def _standardize(values, order, offsets, plan, out):
+    most = 0
+    for g in range(offsets.size - 1):
+        most = max(most, offsets[g + 1] - offsets[g])
+    pool, scratch, partials = np.empty(most), np.empty(most), np.empty(_PARTIALS)
+    for g in range(offsets.size - 1):
+        members = order[offsets[g] : offsets[g + 1]]
+        m = members.size
+        v = pool[:m]
+        for k in range(m):
+            v[k] = values[members[k]]
+        if m == 0:
+            continue
+        if m == 1:
+            raw = v[0] if plan.scale == c.SCALE_NONE else v[0] / (1.0 + plan.eps)
+            out[members[0]] = raw if plan.singleton == c.SINGLETON_RAW else 0.0
+            continue
+        least, most_of = v.min(), v.max()
+        if plan.baseline != c.BASELINE_NONE:
+            exponent = math.frexp(max(abs(least), abs(most_of)))[1] - 1
+            if most_of - least <= 4.0 * math.ldexp(plan.ulp, exponent):
+                for k in range(m):
+                    out[members[k]] = 0.0
+                continue
+        std = 0.0
+        if plan.scale == c.SCALE_GROUP:
+            std = _std(v, plan.ddof, scratch, partials)
+        elif plan.scale == c.SCALE_BATCH:
+            std = plan.batch_std
+        divisor = 1.0 if std == 0.0 else std + plan.eps
+        total = 0.0 if plan.baseline == c.BASELINE_NONE else _sum(v, partials)
+        for k in range(m):
+            baseline = 0.0
+            if plan.baseline == c.BASELINE_MEAN:
+                baseline = total / m
+            elif plan.baseline == c.BASELINE_LEAVE_ONE_OUT:
+                baseline = (total - v[k]) / (m - 1)
+            out[members[k]] = (v[k] - baseline) / divisor
+
+
+def standardize(values: Double, order: Int, offsets: Int, plan: PoolPlan, out: Double) -> None:
+    """Every pool less its baseline, over its scale, as :class:`PoolPlan` says."""
+    plan = PoolPlan(*(to(value) for to, value in zip(_POOL_PLAN_TYPES, plan, strict=True)))
+    _standardize(_given(values, np.float64), _given(order, np.int64), _given(offsets, np.int64), plan, out)
+
+
+@_exact_kernel
+def _pool_std(values, ddof):
+    return _std(values, ddof, np.empty(values.size), np.empty(_PARTIALS))
+
+
+def pool_std(values: Double, ddof: int) -> float:
+    """Standard deviation of all the values."""
+    return float(_pool_std(_given(values, np.float64), int(ddof)))
+
+
+@_exact_kernel
+def _expand_steps(step_values, step_offsets, step_ends, start, stop, base, tail_last, largest, out):
+    for i in range(start.size):
+        own = base[i] if base.size > 0 else 0.0
+        begin = start[i]
+        value = 0.0
+        for step in range(step_offsets[i], step_offsets[i + 1]):
+            end = min(stop[i], start[i] + step_ends[step] + 1)
+            value = own + step_values[step]
+            for t in range(begin, end):
+                out[t] = min(max(value, -largest), largest)
+            begin = max(begin, end)
+        value = value if tail_last and step_offsets[i] < step_offsets[i + 1] else own
+        for t in range(begin, stop[i]):
+            out[t] = min(max(value, -largest), largest)
+
+
+def expand_steps(
+    step_values: Double,
+    step_offsets: Int,
+    step_ends: Int,
+    start: Int,
+    stop: Int,
+    base: Double | None,
+    tail_last: bool,
+    out: Real,
+) -> None:
+    """Every token gets the value of its step, and its completion's base."""
+    indices = (_given(a, np.int64) for a in (step_offsets, step_ends, start, stop))
+    largest = float(np.finfo(out.dtype).max)
+    _expand_steps(
+        _given(step_values, np.float64), *indices, _given(base, np.float64), bool(tail_last), largest, out
+    )

@@ -1,0 +1,129 @@
+"""Every layout in and out of :class:`grpo_fast.Rollouts`, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import grpo_fast as gf
+
+LISTS = {"logp": [[-0.1, -0.2, -0.3], [], [-0.4, -0.5]], "old_logp": [[-0.1, -0.1, -0.1], [], [-0.6, -0.5]]}
+STEPS = {"step_ends": [[0, 2], [], [1]], "step_rewards": [[1.0, 0.0], [], [np.nan]]}
+
+
+def batch(**more: object) -> gf.Rollouts:
+    return gf.Rollouts.from_lists(**LISTS, **STEPS, rewards=[1.0, 0.5, 0.0], group_ids=["a", "b", "a"], **more)
+
+
+def test_lists_round_trip() -> None:
+    rollouts = batch()
+    assert len(rollouts) == 3
+    np.testing.assert_array_equal(rollouts.token_offsets, [0, 3, 3, 5])
+    np.testing.assert_array_equal(rollouts.step_offsets, [0, 2, 2, 3])
+    for name in ("logp", "old_logp", "step_ends"):
+        want = {**LISTS, **STEPS}[name]
+        assert [list(part) for part in rollouts.to_lists(name)] == want
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_round_trip(side: str) -> None:
+    rollouts = batch()
+    logp, mask = rollouts.to_padded("logp", side=side), rollouts.padding_mask(side=side)
+    assert logp.shape == (3, 3)
+    np.testing.assert_array_equal(mask.sum(1), [3, 0, 2])
+    again = gf.Rollouts.from_padded(mask, logp=logp)
+    np.testing.assert_array_equal(again.token_offsets, rollouts.token_offsets)
+    np.testing.assert_array_equal(again.logp, rollouts.logp)
+    assert again.mask is None
+
+
+def test_padded_keeps_holes_as_masked_tokens() -> None:
+    mask = [[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]
+    logp = np.arange(10.0).reshape(2, 5)
+    rollouts = gf.Rollouts.from_padded(mask, logp=logp)
+    np.testing.assert_array_equal(rollouts.logp, [1, 2, 3])
+    np.testing.assert_array_equal(rollouts.mask, [1, 0, 1])
+    np.testing.assert_array_equal(rollouts.padding_mask(), [[1, 0, 1], [0, 0, 0]])
+
+
+def test_prompts_by_group_by_length() -> None:
+    rollouts = gf.Rollouts.from_padded(np.ones((2, 3, 4), bool), logp=np.zeros((2, 3, 4)))
+    assert len(rollouts) == 6
+
+
+def test_take_keeps_everything_together() -> None:
+    rollouts = batch(trajectory_ids=[7, 8, 9])
+    taken = rollouts.take([2, 0])
+    assert [list(part) for part in taken.to_lists("logp")] == [[-0.4, -0.5], [-0.1, -0.2, -0.3]]
+    assert [list(part) for part in taken.to_lists("step_ends")] == [[1], [0, 2]]
+    np.testing.assert_array_equal(taken.rewards, [0.0, 1.0])
+    np.testing.assert_array_equal(taken.trajectory_ids, [9, 7])
+    assert taken.groups().n_groups >= 1
+    assert taken.groups().codes[0] == taken.groups().codes[1]
+    assert len(rollouts.take(np.array([True, False, True]))) == 2
+
+
+def test_what_it_computes_is_what_the_functions_compute() -> None:
+    rollouts = batch()
+    advantages = rollouts.group_advantages(scale="none")
+    np.testing.assert_array_equal(advantages, gf.group_advantages([1.0, 0.5, 0.0], group_ids=["a", "b", "a"], scale="none"))
+    result = rollouts.loss(advantages, loss_type="dapo")
+    want = gf.grpo_loss(rollouts.logp, rollouts.old_logp, None, advantages, rollouts.token_offsets, loss_type="dapo")
+    assert result.loss == want.loss
+    per_token = rollouts.process_advantages(normalize="group")
+    assert per_token.shape == (5,)
+    assert rollouts.process_advantages(level="step").shape == (3,)
+    step_loss = rollouts.loss(rollouts.process_advantages(level="step"), advantage_level="step")
+    token_loss = rollouts.loss(per_token, advantage_level="token")
+    assert step_loss.loss == pytest.approx(token_loss.loss, rel=1e-15)
+
+
+def test_arrow_round_trip() -> None:
+    pytest.importorskip("pyarrow")
+    rollouts = batch()
+    again = gf.Rollouts.from_arrow(rollouts.to_arrow())
+    for name in ("logp", "old_logp", "token_offsets", "step_ends", "step_rewards", "rewards"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(rollouts, name), err_msg=name)
+    np.testing.assert_array_equal(again.groups().codes, rollouts.groups().codes)
+
+
+def test_torch_round_trip() -> None:
+    torch = pytest.importorskip("torch")
+    rollouts = batch()
+    jagged = rollouts.to_torch("logp")
+    again = gf.Rollouts.from_torch(logp=jagged, old_logp=rollouts.to_torch("old_logp"))
+    np.testing.assert_array_equal(again.logp, rollouts.logp)
+    np.testing.assert_array_equal(again.token_offsets, rollouts.token_offsets)
+    assert np.shares_memory(gf.Rollouts.from_torch(logp=jagged).logp, jagged.values().numpy())
+    padded = gf.Rollouts.from_torch(torch.tensor(rollouts.padding_mask()), logp=torch.tensor(rollouts.to_padded("logp")))
+    np.testing.assert_array_equal(padded.logp, rollouts.logp)
+    bfloat = gf.Rollouts.from_torch(torch.ones(2, 3, dtype=torch.bool), logp=torch.full((2, 3), -0.5, dtype=torch.bfloat16))
+    assert bfloat.logp.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gf.Rollouts.from_lists(logp=[[1.0], [2.0]], old_logp=[[1.0], [2.0, 3.0]]),
+         "old_logp: completion 1 has 2 entries where logp has 1"),
+        (lambda: gf.Rollouts.from_lists(rewards=[1.0]), "logp: nothing tells how long the completions are"),
+        (lambda: gf.Rollouts.from_lists(lgop=[[1.0]]), "column: unknown 'lgop'; did you mean 'logp'"),
+        (lambda: gf.Rollouts.from_padded([[1, 1]], logp=[[1.0, 2.0, 3.0]]), r"mask: expected shape \(\.\.\., L\) like logp"),
+        (lambda: gf.Rollouts(token_offsets=[0, 2], logp=[-1.0]), "token_offsets: must stay inside the token columns"),
+        (lambda: gf.Rollouts(token_offsets=[0, 1], logp=[-1.0], rewards=[1.0, 2.0]), "rewards: expected one entry per completion"),
+        (lambda: gf.Rollouts(token_offsets=[0, 1], logp=[-1.0], step_rewards=[1.0]), "step_offsets: step_rewards needs it"),
+        (lambda: gf.Rollouts(token_offsets=[0, 1], logp=[-1.0], step_offsets=[0, 1], step_ends=[1]), r"step_ends: step_ends\[0\]=1 is outside"),
+        (lambda: batch().to_padded("logp", length=2), "length: completion 0 has 3 tokens, more than 2"),
+        (lambda: batch().to_padded("ref_logp"), "ref_logp: these rollouts have none; there are"),
+        (lambda: batch().take([3]), r"rows: rows\[0\]=3 is outside the 3 completions"),
+    ],
+)  # fmt: skip
+def test_refusals(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_no_copies_where_the_layout_allows() -> None:
+    logp = np.array([-1.0, -2.0])
+    logp.flags.writeable = False
+    assert gf.Rollouts(token_offsets=np.array([0, 2]), logp=logp).logp is logp

@@ -219,6 +219,19 @@ def test_equal_means_within_four_ulp(backend: str) -> None:
     assert gf.process_advantages(rewards.astype("f8"), *EXAMPLE[1:], **ONE_GROUP, backend=backend).any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("credit", ["to_go", "step"])
+def test_equal_differences_of_prefix_values(backend: str, dtype: str, credit: str) -> None:
+    values = np.arange(1, 11).astype(dtype) / np.array(10, dtype)
+    args = (np.array([*values, *-values]), [*range(10)] * 2, [0, 10, 20], [0, 10, 20])
+    options: dict[str, Any] = {"step_form": "prefix_value", "credit": credit, "eps": 0.0, "backend": backend}
+    equal = gf.process_advantages(*args, group_ids=[0, 1], **options)
+    assert (equal == 0).all()
+    assert gf.process_advantages(*args, group_ids=[0, 0], **options).all()
+    args[0][3] += {"float32": 1e-5, "float64": 1e-12}[dtype]
+    assert gf.process_advantages(*args, group_ids=[0, 1], **options)[:10].any()
+
+
 def test_narrow_results_saturate(backend: str) -> None:
     rewards = np.full(3, 60000.0, "f2")
     for level, n in (("token", 4), ("step", 3)):

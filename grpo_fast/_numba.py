@@ -99,12 +99,12 @@ def _make_exp(real: Any, integer: Any, shift: int, bias: int, magic: float, log2
     return exp
 
 
-#: At most 2.1 ULP over [-87, 87] (just above -1; 1.0 ULP for x >= 0).
+#: At most 2.6 ULP over [-87, 87], all floats tried: just above -1. For x >= 0 at most 0.95.
 exp32 = _make_exp(
     np.float32, np.int32, 23, 127, 12582912.0, "1.44269502", "6.93145752e-01", "1.42860677e-06",
     """5.00000000e-01 1.66666672e-01 4.16667163e-02 8.33329652e-03
        1.38858333e-03 1.98469206e-04 2.53324160e-05 2.75523303e-06""")  # fmt: skip
-#: At most 2.1 ULP over [-300, 300].
+#: At most 2.2 ULP over [-300, 300], sampled.
 exp64 = _make_exp(
     np.float64, np.int64, 52, 1023, 6755399441055744.0,
     "1.4426950408889634", "6.9314718055989033e-01", "5.4979230187083712e-14",

@@ -14,7 +14,8 @@ int grpo_isa(void)
     int k = isa;
     if (k >= 0) return k;
     for (k = N_ISAS - 1; !isa_runs(k);) k--;
-    return isa = k;
+    isa = k;
+    return k;
 }
 
 /* A completion on its way: its chunks are worked on in windows, and added up in their order. */

@@ -181,6 +181,7 @@ SCALES: dict[str, Named] = {
 }
 SINGLETONS = {"zero": c.SINGLETON_ZERO, "raw": c.SINGLETON_RAW, "error": None}
 NAN_POLICIES = ("error", "exclude")
+TRAJECTORY_REWARDS = ("last", "sum", "error")
 ADVANTAGE_LEVELS = ("completion", "step", "token")
 WEIGHT_LEVELS = ("token", "completion")
 

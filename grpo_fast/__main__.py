@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
 def main() -> int:
     """Run the command line on ``sys.argv``; returns the exit code: 0, 1 (bad input), 2 (usage) or 130 (interrupted)."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     arguments = sys.argv[1:]
     try:
         from .cli import run

@@ -32,11 +32,9 @@ app = App(
     name="grpo-fast",
     version=__version__,
     help="GRPO advantages of rollouts on disk, your framework's numbers, exactly.",
+    default_parameter=Parameter(negative=(), show_default=False),
 )
 
-Flag = Annotated[bool, Parameter(negative=())]
-Several = Annotated[tuple[str, ...], Parameter(negative=())]
-SeveralNumbers = Annotated[tuple[float, ...], Parameter(negative=(), allow_leading_hyphen=True)]
 Out = Annotated[Path, Parameter(name=("--output", "-o"))]
 
 
@@ -46,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
-        return _fail(f"{str(error).rstrip('.')}; see grpo-fast --help", USAGE)
+        return _fail(f"{str(error).rstrip('.')}; see --help", USAGE)
     except (BackendUnavailable, ImportError) as error:
         return _fail(str(error), USAGE)
     except KeyboardInterrupt:
@@ -72,15 +70,15 @@ def _fail(message: str, code: int) -> int:
 # ---- commands ----------------------------------------------------------------------------------------
 
 
-@app.command
+@app.command(usage="Usage: grpo-fast advantages IN... -o OUT [OPTIONS]")
 def advantages(
     *inputs: Annotated[Path, Parameter(name="IN")],
     output: Out,
     kind: str | None = None,
     level: str | None = None,
-    columns: Several = (),
-    reward: Several = (),
-    reward_weight: SeveralNumbers = (),
+    columns: tuple[str, ...] = (),
+    reward: tuple[str, ...] = (),
+    reward_weight: tuple[float, ...] = (),
     baseline: str | None = None,
     scale: str | None = None,
     singleton: str | None = None,
@@ -97,9 +95,9 @@ def advantages(
     eps: float | None = None,
     backend: str | None = None,
     suffix: str = "",
-    overwrite: Flag = False,
-    overwrite_columns: Flag = False,
-    json: Flag = False,
+    overwrite: bool = False,
+    overwrite_columns: bool = False,
+    json: bool = False,
 ) -> None:
     """Add advantages to rollouts.
 
@@ -193,7 +191,7 @@ def advantages(
 
 
 @app.command
-def demo(output: Annotated[Path, Parameter(name="OUT")], *, overwrite: Flag = False) -> None:
+def demo(output: Annotated[Path, Parameter(name="OUT")], *, overwrite: bool = False) -> None:
     """Write the sample of rollouts that ships with grpo-fast.
 
     Parameters

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from . import _validate as check
 from ._contract import Int
-from .arrow import Ragged, flat_items, is_list, list_array, list_lengths, numbers, offsets_of, pa, pc, ragged
+from .arrow import Bool, Ragged, flat_items, is_list, list_array, list_lengths, numbers, offsets_of, pa, pc, ragged
 from .groups import Groups, crossed, label_groups
 from .output import StrPath, complete
 from .rollouts import STEP_COLUMNS, TOKEN_COLUMNS, Rollouts
@@ -293,7 +293,7 @@ def _read_ipc_stream(path: Path) -> Any:
 
 
 def _valid(table: Any) -> Any:
-    table.validate()
+    table.validate(full=True)  # offsets out of bounds would crash the process
     return table
 
 
@@ -523,13 +523,15 @@ def _scored(rewards: Ragged, lengths: Int) -> npt.NDArray[Any]:
     return everything
 
 
-def _agree(source: Source, role: str, name: str, lengths: Int, other: str, expected: Int, compared: Any = True) -> None:
+def _agree(
+    source: Source, role: str, name: str, lengths: Int, other: str, expected: Int, compared: Bool | bool = True
+) -> None:
     differ = (lengths != expected) & compared
     if differ.any():
         row = int(np.argmax(differ))
         raise ValueError(
             f"{role}: column {name!r} has {lengths[row]} entries in {source.at(row)} where {other!r} has "
-            f"{expected[row]}; cut them alike, or name another with --columns {role}=NAME"
+            f"{expected[row]}; cut them alike, name another with --columns {role}=NAME, or none with --columns {role}="
         )
 
 
@@ -546,22 +548,23 @@ def token_lengths(source: Source, *, strict: bool) -> Int | None:
     ValueError
         Where two columns disagree; names both and the first row.
     """
-    known: tuple[str, Int, Any] | None = None
-    for name, lengths, nulls in _token_counts(source):
+    first, known, unknown = "", None, np.ones(len(source), np.bool_)
+    for role, name, lengths, nulls in _token_counts(source):
         if known is None:
-            known = name, lengths, nulls
+            first, known, unknown = name, lengths, nulls
             continue
         if strict:
-            _agree(source, "n_tokens", name, lengths, known[0], known[1], ~(nulls | known[2]))
-        known = known[0], np.where(known[2], lengths, known[1]), known[2] & nulls
-    return None if known is None else known[1]
+            _agree(source, role, name, lengths, first, known, ~(nulls | unknown))
+        known = np.where(unknown, lengths, known)
+        unknown = unknown & nulls
+    return known
 
 
-def _token_counts(source: Source) -> Iterable[tuple[str, Int, Any]]:
-    """(column, its length in each row, where it is null)."""
+def _token_counts(source: Source) -> Iterable[tuple[str, str, Int, Bool]]:
+    """(role, column, its length in each row, where it is null)."""
     for role in TOKEN_COLUMNS:
         for name in source.names(role):
-            yield name, *list_lengths(source.column(name), f"{role}: column {name!r}")
+            yield role, name, *list_lengths(source.column(name), f"{role}: column {name!r}")
     for name in source.names("n_tokens"):
         counts = numbers(source.column(name), f"n_tokens: column {name!r}")
         nulls = np.isnan(counts) if counts.dtype.kind == "f" else np.zeros(len(counts), np.bool_)
@@ -569,7 +572,7 @@ def _token_counts(source: Source) -> Iterable[tuple[str, Int, Any]]:
         if (lengths < 0).any():
             row = int(np.argmax(lengths < 0))
             raise ValueError(f"n_tokens: column {name!r} is {lengths[row]} in {source.at(row)}; a count is at least 0")
-        yield name, lengths, nulls
+        yield "n_tokens", name, lengths, nulls
 
 
 # ---- Rollouts ----------------------------------------------------------------------------------------

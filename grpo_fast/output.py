@@ -58,9 +58,8 @@ def complete(path: StrPath, *, overwrite: bool, inputs: Sequence[StrPath] = ()) 
         check_output(path, overwrite=overwrite, inputs=inputs)
         os.replace(temporary, out)
     except OSError as error:
-        raise OSError(
-            f"OUT: {out} cannot be written ({error.strerror or error}); make room or write somewhere else"
-        ) from error
+        reason = error.strerror or str(error).rpartition("Detail: ")[2]  # Arrow's own come without strerror
+        raise OSError(f"OUT: {out} cannot be written ({reason}); make room or write somewhere else") from error
     finally:
         with suppress(OSError):
             temporary.unlink()

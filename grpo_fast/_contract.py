@@ -81,7 +81,8 @@ STATS = (
     "clip_high",  # A_t > 0 and r_t > the surrogate's upper bound for A > 0
     "log_ratio_min",  # min of lam_t, +inf without counted tokens
     "log_ratio_max",  # max of lam_t, -inf without counted tokens
-    "non_finite",  # counted tokens with a log-prob, token advantage or weight that is NaN or inf;
+    "non_finite",  # counted tokens with a log-prob, token advantage or token weight that is NaN or
+    # inf, or with a difference of log-probs that overflows float64;
 )  # where it is not 0, the other columns and the gradient of the completion mean nothing
 
 

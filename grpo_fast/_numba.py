@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,25 +29,40 @@ from numba import float32, njit
 from numba.core import types
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array, populate_array
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from . import _contract as c
 from . import _threads
 from ._contract import Batch, Double, Int, Plan, PoolPlan, Real
 
 TILE = 256  # tokens of a block; float32 lanes are widened to float64 at least that often
-LANES = 16  # blocks are padded to a multiple of this
+LANES = 64  # blocks are padded to a multiple of this
+WHOLE = np.uint64(2**64 - LANES)  # its mask, which also tells LLVM that no loop over a block needs a remainder
 CHUNK = 16384  # tokens of a piece of a long completion
 CLAIM = 65536  # tokens a thread takes at a time, at most
 
 # Per-instruction flags do not spread to what is inlined, so every function states its own.
 # _nrt=False: no reference counts, which cost more than the arithmetic of a block.
 _options: dict[str, Any] = {"error_model": "numpy", "nogil": True, "fastmath": {"contract"}, "_nrt": False}
+_kernel = njit(**_options, cache=True)
+_options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # what only kernels call
 _inner = njit(**_options)
 _reduction = njit(**_options | {"fastmath": {"contract", "reassoc", "nsz"}})
-_extremum = njit(**_options | {"fastmath": {"nnan", "nsz"}})  # min and max vectorise with these only
-_kernel = njit(**_options, cache=True)
+_driver = njit(**_options, inline="always")  # LLVM optimises all of a call tree again at every level of it
 _exactly = njit(error_model="numpy", nogil=True)
 _exact_kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+
+@intrinsic
+def _apart(typing_context):
+    """Called in a function: keeps LLVM from inlining it, which takes minutes for loops that are vectorised already."""
+
+    def build(context, builder, signature, arguments):
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
 
 # ---- exp ---------------------------------------------------------------------------------------------
 
@@ -83,12 +99,12 @@ def _make_exp(real: Any, integer: Any, shift: int, bias: int, magic: float, log2
     return exp
 
 
-#: At most 2.1 ULP over [-87, 87] (just above -1; 1.0 ULP for x >= 0).
+#: At most 2.6 ULP over [-87, 87], all floats tried: just above -1. For x >= 0 at most 0.95.
 exp32 = _make_exp(
     np.float32, np.int32, 23, 127, 12582912.0, "1.44269502", "6.93145752e-01", "1.42860677e-06",
     """5.00000000e-01 1.66666672e-01 4.16667163e-02 8.33329652e-03
        1.38858333e-03 1.98469206e-04 2.53324160e-05 2.75523303e-06""")  # fmt: skip
-#: At most 2.1 ULP over [-300, 300].
+#: At most 2.2 ULP over [-300, 300], sampled.
 exp64 = _make_exp(
     np.float64, np.int64, 52, 1023, 6755399441055744.0,
     "1.4426950408889634", "6.9314718055989033e-01", "5.4979230187083712e-14",
@@ -109,20 +125,75 @@ def _exp(x, bound):
     return lambda x, bound: of_dtype(x, bound)
 
 
+def _make_ordered(real: Any, integer: Any) -> tuple[Any, Any]:
+    """The integer that sorts as the number does, and back: min and max of integers vectorise."""
+    sign, others = integer(np.iinfo(integer).bits - 1), integer(np.iinfo(integer).max)
+
+    @_inner
+    def flip(bits):  # the others where the sign is set; Numba computes in int64, and then there are fewer lanes
+        return integer(bits ^ integer(integer(bits >> sign) & others))
+
+    @_inner
+    def to(x):
+        return flip(real(x).view(integer))
+
+    @_inner
+    def back(n):
+        return integer(flip(n)).view(real)
+
+    return to, back
+
+
+_ordered32, _unordered32 = _make_ordered(np.float32, np.int32)
+_ordered64, _unordered64 = _make_ordered(np.float64, np.int64)
+
+
+def ordered(x: float) -> int:
+    raise NotImplementedError("for kernels")
+
+
+def unordered(n: int, like: float) -> float:
+    raise NotImplementedError("for kernels")
+
+
+@overload(ordered, jit_options=_options)
+def _ordered(x):
+    of_dtype = _ordered32 if x == float32 else _ordered64
+    return lambda x: of_dtype(x)
+
+
+@overload(unordered, jit_options=_options)
+def _unordered(n, like):
+    of_dtype = _unordered32 if like == float32 else _unordered64
+    return lambda n, like: of_dtype(n)
+
+
 # ---- the scratch of a worker -------------------------------------------------------------------------
 
-# Rows of TILE values. M: 1 where counted, else 0. D is d, in place of ref_logp. FLOWS is pre' clamp'.
-_N_ROWS = 18
-LOGP, OLD, D, A, C, M, X, LAM, FLOWS, R, TAIL, F, F_LAM, F_LOGP, K, K_LOGP, RHO, G = (
-    np.uint64(TILE * row) for row in range(_N_ROWS)
-)
+SURROGATE, KL, LOG_RATIO, APPROX_KL, RATIO, RATIO_SQ, CLIP_LOW, CLIP_HIGH, LEAST, MOST, NON_FINITE = map(
+    c.STATS.index,
+    ("surrogate", "kl", "log_ratio", "approx_kl", "ratio", "ratio_sq", "clip_low", "clip_high",
+     "log_ratio_min", "log_ratio_max", "non_finite"),
+)  # fmt: skip
+
+# Rows of TILE values, neutral where nothing is counted. M: 1 where counted, else 0. FLOWS: pre' clamp'.
+_N_ROWS = 11
+LOGP, OLD, X, D, A, C, M, LAM, FLOWS, R, G = (np.uint64(TILE * row) for row in range(_N_ROWS))
 
 
-def _scratch(dtype: npt.DTypeLike) -> Real:
-    """Zeros that start on a cache line."""
-    dtype = np.dtype(dtype)
-    raw = np.zeros(TILE * _N_ROWS * dtype.itemsize + 64, np.uint8)
-    return raw[-raw.ctypes.data % 64 :][:-64 or None][: TILE * _N_ROWS * dtype.itemsize].view(dtype)
+_local = threading.local()
+
+
+def _scratch(name: str, dtype: np.dtype[Any]) -> Real:
+    """This thread's rows under that name, which start on a cache line."""
+    scratch: Real | None = getattr(_local, name, None)
+    if scratch is None:
+        n_bytes = TILE * _N_ROWS * dtype.itemsize
+        raw = np.zeros(n_bytes + 64, np.uint8)
+        at = -raw.ctypes.data % 64
+        scratch = raw[at : at + n_bytes].view(dtype)
+        setattr(_local, name, scratch)
+    return scratch
 
 
 class Source(NamedTuple):
@@ -177,11 +248,19 @@ class Limits(NamedTuple):
 
     log_ratio: float
     logp: float
-    advantage: float  # and weights, and their products
+    advantage: float  # and token weights, and their products
+    least_weight: float  # w_i
+    weight: float  # w_i, and beta w_i
 
+
+_N_PLAN, _N_LIMITS = len(Plan._fields), len(Limits._fields)
 
 #: In float32 then f c <= 1e12 exp(40) 1e4 and rho k <= exp(80), and 256 of them are still finite.
-_LIMITS = {np.dtype(np.float32): Limits(40.0, 1e4, 1e12), np.dtype(np.float64): Limits(1e300, 1e300, 1e300)}
+_LIMITS = {
+    np.dtype(np.float32): Limits(40.0, 1e4, 1e12, 1e-30, 1e3),
+    np.dtype(np.float64): Limits(1e300, 1e300, 1e300, 0.0, np.inf),
+}
+_ALWAYS_WIDE = Limits(0.0, 0.0, 0.0, 0.0, -1.0)
 
 
 class Reduced(NamedTuple):
@@ -197,25 +276,7 @@ class Reduced(NamedTuple):
 # ---- surrogates: (lam, r, logp, old_logp, a, p, bound) -> (value, d/dlam, d/dlogp) --------------------
 
 
-def _surrogate(formula: Callable[..., Any]) -> Any:
-    """The formula's loop over a block."""
-    of_token = _inner(formula)
-
-    @_inner
-    def loop(plan, s, size):
-        real = s.dtype.type
-        p = (real(plan.p0), real(plan.p1), real(plan.p2), real(plan.p3))
-        bound = real(plan.exp_bound)
-        for t in range(np.uint64(size)):
-            value, lam_slope, logp_slope = of_token(s[LAM + t], s[R + t], s[LOGP + t], s[OLD + t], s[A + t], p, bound)
-            s[F + t] = value
-            s[F_LAM + t] = lam_slope
-            s[F_LOGP + t] = logp_slope
-
-    return loop
-
-
-@_surrogate
+@_inner
 def clip(lam, r, logp, old_logp, a, p, bound):
     zero = type(r)(0)
     positive = a > zero
@@ -225,13 +286,13 @@ def clip(lam, r, logp, old_logp, a, p, bound):
     return -a * min(max(r, lower), upper), -a * r if flows else zero, zero
 
 
-@_surrogate
+@_inner
 def cispo(lam, r, logp, old_logp, a, p, bound):
     weight = min(max(r, p[0]), p[1])  # detached
     return -weight * a * logp, type(r)(0), -weight * a
 
 
-@_surrogate
+@_inner
 def sapo(lam, r, logp, old_logp, a, p, bound):
     zero, one, four = type(r)(0), type(r)(1), type(r)(4)
     tau = p[0] if a > zero else p[1]
@@ -242,7 +303,7 @@ def sapo(lam, r, logp, old_logp, a, p, bound):
     return -a * four / tau * sigmoid, -four * a * (e / ((one + e) * (one + e))) * r, zero
 
 
-@_surrogate
+@_inner
 def gpg(lam, r, logp, old_logp, a, p, bound):
     return -a * logp, type(r)(0), -a
 
@@ -250,45 +311,23 @@ def gpg(lam, r, logp, old_logp, a, p, bound):
 # ---- KL estimators: (d, bound) -> (value, d/dlogp), d = ref_logp - logp ------------------------------
 
 
-def _kl(formula: Callable[..., Any]) -> Any:
-    """The formula's loop over a block, clamped and straight-through as the plan says."""
-    of_token = _inner(formula)
-
-    @_inner
-    def loop(plan, s, size):
-        real = s.dtype.type
-        zero, bound = real(0), real(plan.exp_bound)
-        most_d, most_k = real(plan.kl_clamp_in), real(plan.kl_clamp_out)
-        straight_through = plan.kl_straight_through != 0
-        for t in range(np.uint64(size)):
-            d = s[D + t]
-            held_d = min(max(d, -most_d), most_d)
-            k, slope = of_token(held_d, bound)
-            held_k = min(max(k, -most_k), most_k)
-            slope = slope if (held_d == d) & (held_k == k) else zero
-            s[K + t] = held_k
-            s[K_LOGP + t] = -d if straight_through else slope
-
-    return loop
-
-
-@_kl
+@_inner
 def k1(d, bound):
     return -d, type(d)(1)
 
 
-@_kl
+@_inner
 def k2(d, bound):
     return type(d)(0.5) * d * d, -d
 
 
-@_kl
+@_inner
 def k3(d, bound):
     _, minus_1, tail = exp(d, bound)
     return tail, -minus_1
 
 
-@_kl
+@_inner
 def absolute(d, bound):
     zero, one = type(d)(0), type(d)(1)
     sign = one if d > zero else (-one if d < zero else zero)
@@ -298,35 +337,18 @@ def absolute(d, bound):
 # ---- what the level does to x: (x, a, lo, hi) -> (value, slope) --------------------------------------
 
 
-def _pre(formula: Callable[..., Any]) -> Any:
-    """The formula's loop over a block; X to LAM and FLOWS, which it then clamps into [lam_lo, lam_hi]."""
-    of_token = _inner(formula)
-
-    @_inner
-    def loop(plan, s, size, lam_lo, lam_hi):
-        real = s.dtype.type
-        lo, hi, lam_lo, lam_hi, zero = real(plan.pre_lo), real(plan.pre_hi), real(lam_lo), real(lam_hi), real(0)
-        for t in range(np.uint64(size)):
-            value, slope = of_token(s[X + t], s[A + t], lo, hi)
-            held = min(max(value, lam_lo), lam_hi)
-            s[LAM + t] = held
-            s[FLOWS + t] = slope if held == value else zero
-
-    return loop
-
-
-@_pre
+@_inner
 def identity(x, a, lo, hi):
     return x, type(x)(1)
 
 
-@_pre
+@_inner
 def clamp(x, a, lo, hi):
     held = min(max(x, lo), hi)
     return held, type(x)(1) if held == x else type(x)(0)
 
 
-@_pre
+@_inner
 def sign_clip(x, a, lo, hi):
     zero, one = type(x)(0), type(x)(1)
     clipped = min(max(x, lo), hi)
@@ -339,22 +361,24 @@ def sign_clip(x, a, lo, hi):
 
 @_inner
 def _fill(s, row, value):
+    _apart()
     v = s.dtype.type(value)
     for t in range(np.uint64(TILE)):
         s[row + t] = v
 
 
 @_inner
-def _count(tokens, s, first, n):
-    """Fill M, neutral beyond n; the number of counted tokens."""
+def _fill_ones(s, row, n):
+    _apart()
     one, zero = s.dtype.type(1), s.dtype.type(0)
-    if n < TILE:
-        _fill(s, M, 0)
-    if tokens.mask == 0:
-        for t in range(np.uint64(n)):
-            s[M + t] = one
-        return n
-    mask = _view(tokens.mask + first, n, np.uint8)
+    for t in range(np.uint64(TILE)):
+        s[row + t] = one if t < np.uint64(n) else zero
+
+
+@_inner
+def _fill_mask(mask, s, n):
+    _apart()
+    one, zero = s.dtype.type(1), s.dtype.type(0)
     counted = np.int32(0)
     for t in range(np.uint64(n)):
         s[M + t] = one if mask[t] != 0 else zero
@@ -362,9 +386,23 @@ def _count(tokens, s, first, n):
     return np.int64(counted)
 
 
+@_driver
+def _count(tokens, s, first, n):
+    """Fill M; the number of counted tokens."""
+    counted = n
+    if tokens.mask == 0:
+        _fill_ones(s, M, n)
+    else:
+        if n < TILE:
+            _fill(s, M, 0)
+        counted = _fill_mask(_view(tokens.mask + first, n, np.uint8), s, n)
+    return counted
+
+
 @_inner
 def _copy(part, s, row, n, masked):
     """n values as they are where they are counted, else 0."""
+    _apart()
     real, zero = s.dtype.type, s.dtype.type(0)
     if n < TILE:
         _fill(s, row, 0)
@@ -376,7 +414,7 @@ def _copy(part, s, row, n, masked):
             s[row + t] = real(part[t])
 
 
-@_inner
+@_driver
 def _load(source, s, row, first, n, masked):
     if source.itemsize == 4:
         _copy(_view(source.address + 4 * first, n, np.float32), s, row, n, masked)
@@ -384,23 +422,57 @@ def _load(source, s, row, first, n, masked):
         _copy(_view(source.address + 8 * first, n, np.float64), s, row, n, masked)
 
 
-@_inner
-def _load_log_ratio(tokens, s, first, n, masked):
+@_reduction
+def _log_ratio(s, size, limits):
+    """X; whether it and LOGP are finite and small enough for the dtype."""
+    _apart()
+    one, zero = s.dtype.type(1), s.dtype.type(0)
+    most, most_logp = s.dtype.type(limits.log_ratio), s.dtype.type(limits.logp)
+    wild = zero
+    for t in range(size & WHOLE):
+        logp = s[LOGP + t]
+        x = logp - s[OLD + t]
+        s[X + t] = x
+        wild += zero if (abs(x) <= most) & (abs(logp) <= most_logp) else one
+    return wild == zero
+
+
+@_reduction
+def _difference(s, size, limits):
+    """D, from ref_logp in its place; whether it is finite and small enough for the dtype."""
+    _apart()
+    one, zero = s.dtype.type(1), s.dtype.type(0)
+    most = s.dtype.type(limits.log_ratio)
+    wild = zero
+    for t in range(size & WHOLE):
+        d = s[D + t] - s[LOGP + t]
+        s[D + t] = d
+        wild += zero if abs(d) <= most else one
+    return wild == zero
+
+
+@_driver
+def _load_log_ratio(tokens, s, first, n, size, masked, limits):
     _load(tokens.logp, s, LOGP, first, n, masked)
-    if tokens.old_logp.itemsize > 0:
-        _load(tokens.old_logp, s, OLD, first, n, masked)
-    else:  # the policy is its own
-        for t in range(np.uint64(TILE)):
-            s[OLD + t] = s[LOGP + t]
-    for t in range(np.uint64(TILE)):
-        s[X + t] = s[LOGP + t] - s[OLD + t]
+    # without old_logp the policy is its own
+    _load(tokens.old_logp if tokens.old_logp.itemsize > 0 else tokens.logp, s, OLD, first, n, masked)
+    return _log_ratio(s, size, limits)
 
 
 @_inner
 def _add_advantage(part, s, begin, end, base):
+    _apart()
     zero = s.dtype.type(0)
     for t in range(np.uint64(begin), np.uint64(end)):
         s[A + t] = s.dtype.type(base + np.float64(part[t])) if s[M + t] != zero else zero
+
+
+@_inner
+def _fill_run(s, begin, end, base):
+    _apart()
+    value = s.dtype.type(base)
+    for t in range(np.uint64(begin), np.uint64(end)):
+        s[A + t] = value
 
 
 @_inner
@@ -417,6 +489,10 @@ def _first_step(step_ends, low, high, position):
 
 @_inner
 def _load_advantages(tokens, own, s, first, n):
+    _apart()
+    _fill(s, A, own.advantage)
+    if own.step == own.last and tokens.advantage.itemsize == 0:
+        return
     position = first - own.start  # of the block in the completion
     step_ends = _view(tokens.step_ends, own.last, np.int64)
     step_advantages = _view(tokens.step_advantages, own.last, np.float64)
@@ -433,82 +509,78 @@ def _load_advantages(tokens, own, s, first, n):
         elif tokens.advantage.itemsize == 8:
             _add_advantage(_view(tokens.advantage.address + 8 * first, n, np.float64), s, begin, end, base)
         else:
-            for t in range(np.uint64(begin), np.uint64(end)):
-                s[A + t] = s.dtype.type(base)
+            _fill_run(s, begin, end, base)
         begin = end
-    for t in range(np.uint64(n), np.uint64(TILE)):
-        s[A + t] = s.dtype.type(0)
 
 
 @_inner
 def _weigh(part, s, n, factor):
+    _apart()
     real, zero = s.dtype.type, s.dtype.type(0)
+    _fill(s, C, 0)
     for t in range(np.uint64(n)):
         s[C + t] = real(np.float64(part[t]) * factor) if s[M + t] != zero else zero
 
 
 @_inner
-def _load_weights(plan, tokens, own, reduced, s, first, n):
-    if plan.weight_use == c.USE_MULTIPLY and tokens.weight.itemsize > 0:
-        _fill(s, C, 0)
-        if tokens.weight.itemsize == 4:
-            _weigh(_view(tokens.weight.address + 4 * first, n, np.float32), s, n, own.factor)
-        else:
-            _weigh(_view(tokens.weight.address + 8 * first, n, np.float64), s, n, own.factor)
-    else:
-        value = s.dtype.type(own.factor if plan.weight_use == c.USE_MULTIPLY else reduced.c)
-        for t in range(np.uint64(TILE)):
-            s[C + t] = value * s[M + t]
+def _same_weight(s, value):
+    _apart()
+    weight = s.dtype.type(value)
+    for t in range(np.uint64(TILE)):
+        s[C + t] = weight * s[M + t]
 
 
 @_reduction
 def _tame(s, size, limits):
-    """Whether everything is finite and small enough for the dtype."""
-    zero, one = s.dtype.type(0), s.dtype.type(1)
-    log_ratio, logp = s.dtype.type(limits.log_ratio), s.dtype.type(limits.logp)
-    most = s.dtype.type(limits.advantage)
+    """Whether advantages, weights and their products are finite and small enough for the dtype."""
+    _apart()
+    zero, one, most = s.dtype.type(0), s.dtype.type(1), s.dtype.type(limits.advantage)
     wild = zero
-    for t in range(np.uint64(size)):
+    for t in range(size & WHOLE):
         a, weight = s[A + t], s[C + t]
-        fine = (abs(s[X + t]) <= log_ratio) & (abs(s[D + t]) <= log_ratio) & (abs(s[LOGP + t]) <= logp)
-        fine &= (abs(a) <= most) & (abs(weight) <= most) & (abs(a * weight) <= most)
-        wild += zero if fine else one
+        wild += zero if (abs(a) <= most) & (abs(weight) <= most) & (abs(a * weight) <= most) else one
     return wild == zero
 
 
-@_inner
+@_driver
 def _load_block(plan, tokens, own, reduced, s, first, n, size, masked, limits):
     """A counted block; whether the dtype is enough for it."""
-    _load_log_ratio(tokens, s, first, n, masked)
+    tame = _load_log_ratio(tokens, s, first, n, size, masked, limits)
     _load_advantages(tokens, own, s, first, n)
-    _load_weights(plan, tokens, own, reduced, s, first, n)
-    if plan.kl == c.KL_NONE:
-        _fill(s, D, 0)
+    if plan.weight_use != c.USE_MULTIPLY:
+        _same_weight(s, reduced.c)
+    elif tokens.weight.itemsize == 4:
+        _weigh(_view(tokens.weight.address + 4 * first, n, np.float32), s, n, own.factor)
+    elif tokens.weight.itemsize == 8:
+        _weigh(_view(tokens.weight.address + 8 * first, n, np.float64), s, n, own.factor)
     else:
+        _same_weight(s, own.factor)
+    tame &= _tame(s, size, limits)
+    if plan.kl != c.KL_NONE:
         _load(tokens.ref_logp, s, D, first, n, masked)
-        for t in range(np.uint64(TILE)):
-            s[D + t] = s[D + t] - s[LOGP + t]
-    return _tame(s, size, limits)
+        tame &= _difference(s, size, limits)
+    return tame
 
 
 @_inner
-def _flag_non_finite(source, s, first, n, masked):
+def _flag_non_finite(source, s, first, n):
     if source.itemsize > 0:
-        _load(source, s, D, first, n, masked)
+        _load(source, s, D, first, n, True)
         for t in range(np.uint64(n)):
             if not math.isfinite(s[D + t]):
                 s[X + t] = 1
 
 
 @_inner
-def _count_non_finite(tokens, s, first, n, masked):
+def _count_non_finite(tokens, s, first, n):
     """Counted tokens with a NaN or inf in any array; overwrites D and X. In float64 only."""
+    _apart()
     _fill(s, X, 0)
-    _flag_non_finite(tokens.logp, s, first, n, masked)
-    _flag_non_finite(tokens.old_logp, s, first, n, masked)
-    _flag_non_finite(tokens.ref_logp, s, first, n, masked)
-    _flag_non_finite(tokens.weight, s, first, n, masked)
-    _flag_non_finite(tokens.advantage, s, first, n, masked)
+    _flag_non_finite(tokens.logp, s, first, n)
+    _flag_non_finite(tokens.old_logp, s, first, n)
+    _flag_non_finite(tokens.ref_logp, s, first, n)
+    _flag_non_finite(tokens.weight, s, first, n)
+    _flag_non_finite(tokens.advantage, s, first, n)
     total = 0.0
     for t in range(np.uint64(n)):
         total += s[X + t]
@@ -518,214 +590,340 @@ def _count_non_finite(tokens, s, first, n, masked):
 # ---- stages ------------------------------------------------------------------------------------------
 
 
-@_inner
+def _pre(formula: Any) -> Any:
+    """The formula's loop over a block: X to LAM, which is then clamped into [lam_lo, lam_hi], and to FLOWS."""
+    @_inner
+    def loop(plan, s, size, lam_lo, lam_hi):
+        _apart()
+        real = s.dtype.type
+        lo, hi, lam_lo, lam_hi, zero = real(plan.pre_lo), real(plan.pre_hi), real(lam_lo), real(lam_hi), real(0)
+        for t in range(size & WHOLE):
+            value, slope = formula(s[X + t], s[A + t], lo, hi)
+            held = min(max(value, lam_lo), lam_hi)
+            s[LAM + t] = held
+            s[FLOWS + t] = slope if held == value else zero
+
+    return loop
+
+
+_identity, _clamp, _sign_clip = map(_pre, (identity, clamp, sign_clip))
+
+
+@_driver
 def _pre_stage(plan, s, size):
     """At the token level LAM is final; at the others its clamp comes after the reduction."""
-    token = plan.level == c.LEVEL_TOKEN
-    lam_lo, lam_hi = plan.lam_lo if token else -np.inf, plan.lam_hi if token else np.inf
+    lam_lo, lam_hi = -np.inf, np.inf
+    if plan.level == c.LEVEL_TOKEN:
+        lam_lo, lam_hi = plan.lam_lo, plan.lam_hi
     if plan.pre == c.PRE_IDENTITY:
-        identity(plan, s, size, lam_lo, lam_hi)
+        _identity(plan, s, size, lam_lo, lam_hi)
     elif plan.pre == c.PRE_CLAMP:
-        clamp(plan, s, size, lam_lo, lam_hi)
+        _clamp(plan, s, size, lam_lo, lam_hi)
     elif plan.pre == c.PRE_SIGN_CLIP:
-        sign_clip(plan, s, size, lam_lo, lam_hi)
+        _sign_clip(plan, s, size, lam_lo, lam_hi)
 
 
-@_inner
+@_reduction
 def _exp_stage(s, size, bound):
-    bound = s.dtype.type(bound)
-    for t in range(np.uint64(size)):
-        e, _, tail = exp(s[LAM + t], bound)
-        s[R + t] = e
-        s[TAIL + t] = tail
-
-
-@_inner
-def _surrogate_stage(plan, s, size):
-    if plan.surrogate == 0:
-        clip(plan, s, size)
-    elif plan.surrogate == 1:
-        cispo(plan, s, size)
-    elif plan.surrogate == 2:
-        sapo(plan, s, size)
-    elif plan.surrogate == 3:
-        gpg(plan, s, size)
-
-
-@_inner
-def _kl_stage(plan, s, size):
-    if plan.kl == c.KL_NONE:
-        _fill(s, K, 0)
-        _fill(s, K_LOGP, 0)
-    elif plan.kl == 1:
-        k1(plan, s, size)
-    elif plan.kl == 2:
-        k2(plan, s, size)
-    elif plan.kl == 3:
-        k3(plan, s, size)
-    elif plan.kl == 4:
-        absolute(plan, s, size)
-
-
-@_inner
-def _rho_stage(plan, reduced, s, size):
-    """k and its slope times rho, and rho' k added to the slope where it is the token's own."""
-    real = s.dtype.type
-    bound = real(plan.exp_bound)
-    own = plan.rho_level != c.LEVEL_SEQUENCE and plan.rho == c.RHO_RATIO
-    through = real(1) if own else real(0)
-    if plan.rho_level == c.LEVEL_TOKEN:
-        for t in range(np.uint64(size)):
-            s[RHO + t] = exp(s[X + t], bound)[0]
-    else:
-        _fill(s, RHO, reduced.rho)
-    for t in range(np.uint64(size)):
-        k = s[RHO + t] * s[K + t]
-        s[K_LOGP + t] = s[RHO + t] * s[K_LOGP + t] + through * k
-        s[K + t] = k
-
-
-@_reduction
-def _gradient(s, size, weight, beta, own_lam):
-    """G, and the sums of c f, k and c df/dlam; ``own_lam``: 1 where lam is the token's own, else 0."""
-    real = s.dtype.type
-    weight, beta, own_lam, zero = real(weight), real(beta), real(own_lam), real(0)
-    surrogate, kl, through = zero, zero, zero
-    for t in range(np.uint64(size)):
-        f_lam = s[C + t] * s[F_LAM + t]
-        g = weight * (own_lam * s[FLOWS + t] * f_lam + s[C + t] * s[F_LOGP + t] + beta * s[K_LOGP + t])
-        s[G + t] = g if s[M + t] != zero else zero
-        surrogate += s[C + t] * s[F + t]
-        kl += s[K + t]
-        through += f_lam
-    return np.float64(surrogate), np.float64(kl), np.float64(through)
-
-
-@_reduction
-def _ratio_sums(s, size):
-    zero = s.dtype.type(0)
-    log_ratio, approx_kl, square = zero, zero, zero
-    for t in range(np.uint64(size)):
-        r = s[R + t] * s[M + t]
-        log_ratio += s[LAM + t] * s[M + t]
-        approx_kl += s[TAIL + t] * s[M + t]
+    """R; the sums of lam, r - 1 - lam, r and r^2."""
+    _apart()
+    zero, bound = s.dtype.type(0), s.dtype.type(bound)
+    log_ratio, approx_kl, ratio, square = zero, zero, zero, zero
+    for t in range(size & WHOLE):
+        lam, m = s[LAM + t], s[M + t]
+        r, _, tail = exp(lam, bound)
+        s[R + t] = r
+        r *= m
+        log_ratio += lam * m
+        approx_kl += tail * m
+        ratio += r
         square += r * r
-    return np.float64(log_ratio), np.float64(approx_kl), np.float64(square)
-
-
-@_reduction
-def _clipped(s, size, low, high):
-    real = s.dtype.type
-    low, high, zero = real(low), real(high), real(0)
-    below, above = zero, zero
-    for t in range(np.uint64(size)):
-        below += s[M + t] if (s[A + t] < zero) & (s[R + t] < low) else zero
-        above += s[M + t] if (s[A + t] > zero) & (s[R + t] > high) else zero
-    return np.float64(below), np.float64(above)
-
-
-@_extremum
-def _extremes(s, size):
-    zero, least, most = s.dtype.type(0), s.dtype.type(np.inf), s.dtype.type(-np.inf)
-    for t in range(np.uint64(size)):
-        counted = s[M + t] != zero
-        least = min(least, s[LAM + t] if counted else s.dtype.type(np.inf))
-        most = max(most, s[LAM + t] if counted else s.dtype.type(-np.inf))
-    return np.float64(least), np.float64(most)
+    return np.float64(log_ratio), np.float64(approx_kl), np.float64(ratio), np.float64(square)
 
 
 @_inner
+def _extremes(s, size):
+    """Least and largest counted LAM."""
+    _apart()
+    zero = s.dtype.type(0)
+    first, last = ordered(s.dtype.type(-np.inf)), ordered(s.dtype.type(np.inf))
+    least, most = last, first
+    for t in range(size & WHOLE):
+        counted, lam = s[M + t] != zero, ordered(s[LAM + t])
+        least = min(least, lam if counted else last)
+        most = max(most, lam if counted else first)
+    return np.float64(unordered(least, zero)), np.float64(unordered(most, zero))
+
+
+def _surrogate(formula: Any) -> Any:
+    """The formula's loop over a block: its part of G; the sums of c f, of c df/dlam and of what is clipped."""
+    @_reduction
+    def loop(plan, s, size, weight, own_lam):
+        _apart()
+        real = s.dtype.type
+        p = (real(plan.p0), real(plan.p1), real(plan.p2), real(plan.p3))
+        bound, low, high = real(plan.exp_bound), real(plan.clip_lo), real(plan.clip_hi)
+        weight, own_lam, zero = real(weight), real(own_lam), real(0)
+        total, through, below, above = zero, zero, zero, zero
+        for t in range(size & WHOLE):
+            r, a, c_t = s[R + t], s[A + t], s[C + t]
+            value, lam_slope, logp_slope = formula(s[LAM + t], r, s[LOGP + t], s[OLD + t], a, p, bound)
+            lam_slope *= c_t
+            s[G + t] = weight * (own_lam * s[FLOWS + t] * lam_slope + c_t * logp_slope)
+            total += c_t * value
+            through += lam_slope
+            below += s[M + t] if (a < zero) & (r < low) else zero
+            above += s[M + t] if (a > zero) & (r > high) else zero
+        return np.float64(total), np.float64(through), np.float64(below), np.float64(above)
+
+    return loop
+
+
+_clip, _cispo, _sapo, _gpg = map(_surrogate, (clip, cispo, sapo, gpg))
+
+
+@_driver
+def _surrogate_stage(plan, s, size, weight, own_lam):
+    sums = (0.0, 0.0, 0.0, 0.0)
+    if plan.surrogate == 0:
+        sums = _clip(plan, s, size, weight, own_lam)
+    elif plan.surrogate == 1:
+        sums = _cispo(plan, s, size, weight, own_lam)
+    elif plan.surrogate == 2:
+        sums = _sapo(plan, s, size, weight, own_lam)
+    elif plan.surrogate == 3:
+        sums = _gpg(plan, s, size, weight, own_lam)
+    return sums
+
+
+def _kl(formula: Any) -> Any:
+    """The formula's loop over a block, clamped and straight-through: its part of G; the sum of rho k."""
+    @_reduction
+    def loop(plan, s, size, weight, rho):
+        _apart()
+        real = s.dtype.type
+        weight, zero, bound = real(weight * plan.beta), real(0), real(plan.exp_bound)
+        most_d, most_k = real(plan.kl_clamp_in), real(plan.kl_clamp_out)
+        total = zero
+        if plan.kl_straight_through == 0 and plan.rho == c.RHO_NONE and min(most_d, most_k) == np.inf:
+            for t in range(size & WHOLE):
+                k, slope = formula(s[D + t], bound)
+                s[G + t] += weight * slope * s[M + t]
+                total += k
+            return np.float64(total)
+        straight_through = plan.kl_straight_through != 0
+        own_rho = plan.rho != c.RHO_NONE and plan.rho_level == c.LEVEL_TOKEN
+        same_rho = real(1 if plan.rho == c.RHO_NONE else rho)
+        through = real(1 if plan.rho == c.RHO_RATIO and plan.rho_level != c.LEVEL_SEQUENCE else 0)
+        for t in range(size & WHOLE):
+            d = s[D + t]
+            held_d = min(max(d, -most_d), most_d)
+            k, slope = formula(held_d, bound)
+            held_k = min(max(k, -most_k), most_k)
+            slope = slope if (held_d == d) & (held_k == k) else zero
+            slope = -d if straight_through else slope
+            rho_t = exp(s[X + t], bound)[0] if own_rho else same_rho
+            k = rho_t * held_k
+            s[G + t] += weight * (rho_t * slope + through * k) * s[M + t]
+            total += k
+        return np.float64(total)
+
+    return loop
+
+
+_k1, _k2, _k3, _absolute = map(_kl, (k1, k2, k3, absolute))
+
+
+@_driver
+def _kl_stage(plan, s, size, weight, rho):
+    total = 0.0
+    if plan.kl == 1:
+        total = _k1(plan, s, size, weight, rho)
+    elif plan.kl == 2:
+        total = _k2(plan, s, size, weight, rho)
+    elif plan.kl == 3:
+        total = _k3(plan, s, size, weight, rho)
+    elif plan.kl == 4:
+        total = _absolute(plan, s, size, weight, rho)
+    return total
+
+
+@_driver
 def _stages(plan, reduced, s, size, weight, row):
     """A loaded block to G and the statistics; the sums of c df/dlam and of rho k."""
-    _pre_stage(plan, s, size)
+    own_lam = 1.0
     if plan.level == c.LEVEL_TOKEN:
-        _exp_stage(s, size, plan.exp_bound)
+        _pre_stage(plan, s, size)
+        log_ratio, approx_kl, ratio, square = _exp_stage(s, size, plan.exp_bound)
+        least, most = _extremes(s, size)
+        row[LOG_RATIO] += log_ratio
+        row[APPROX_KL] += approx_kl
+        row[RATIO] += ratio
+        row[RATIO_SQ] += square
+        row[LEAST] = min(row[LEAST], least)
+        row[MOST] = max(row[MOST], most)
     else:
         _fill(s, LAM, reduced.lam)
         _fill(s, R, exp(reduced.lam, plan.exp_bound)[0])
-    _surrogate_stage(plan, s, size)
-    _kl_stage(plan, s, size)
-    if plan.rho != c.RHO_NONE:
-        _rho_stage(plan, reduced, s, size)
-    own_lam = (1.0, 0.0, reduced.flows)[plan.level]
-    surrogate, kl, through = _gradient(s, size, weight, plan.beta, own_lam)
-    row[0] += surrogate
-    row[1] += kl
-    if plan.level == c.LEVEL_TOKEN:
-        log_ratio, approx_kl, square = _ratio_sums(s, size)
-        least, most = _extremes(s, size)
-        row[2] += log_ratio
-        row[3] += approx_kl
-        row[4] += square
-        row[7] = min(row[7], least)
-        row[8] = max(row[8], most)
-    below, above = _clipped(s, size, plan.clip_lo, plan.clip_hi)
-    row[5] += below
-    row[6] += above
+        _fill(s, FLOWS, reduced.flows)
+        own_lam = 1.0 if plan.level == c.LEVEL_SEQUENCE_TOKEN else 0.0
+        if own_lam != 0.0 and plan.pre != c.PRE_IDENTITY:
+            _pre_stage(plan, s, size)
+            _fill(s, LAM, reduced.lam)
+            own_lam = reduced.flows
+    surrogate, through, below, above = _surrogate_stage(plan, s, size, weight, own_lam)
+    kl = _kl_stage(plan, s, size, weight, reduced.rho)
+    row[SURROGATE] += surrogate
+    row[KL] += kl
+    row[CLIP_LOW] += below
+    row[CLIP_HIGH] += above
     return through, kl
 
 
-# ---- store -------------------------------------------------------------------------------------------
+# ---- the commonest losses ---------------------------------------------------------------------------
 
+
+def _fused(surrogate: Any, kl: Any) -> Any:
+    """For a full block of tokens that share advantage and weight, and nothing clamped: no stages, no scratch."""
+
+    @_reduction
+    def loop(plan, logp, old_logp, ref_logp, grad, advantage, factor, weight, limits, row):
+        """Gradient and, if the dtype was enough, statistics; whether it was."""
+        _apart()
+        real = logp.dtype.type
+        zero, one, bound = real(0), real(1), real(np.inf)  # what would saturate is not tame
+        p = (real(plan.p0), real(plan.p1), real(plan.p2), real(plan.p3))
+        most = real(min(limits.log_ratio, plan.exp_bound))
+        a, through, beta = real(advantage), real(weight * factor), real(weight * plan.beta)
+        if not max(abs(advantage), abs(factor), abs(advantage * factor)) <= limits.advantage:
+            return False
+        low = real(plan.clip_lo if a < zero else -np.inf)
+        high = real(plan.clip_hi if a > zero else np.inf)
+        value, log_ratio, approx_kl, ratio, square, clipped, wild = zero, zero, zero, zero, zero, zero, zero
+        for t in range(np.uint64(TILE)):
+            x = logp[t] - old_logp[t]
+            wild += zero if abs(x) <= most else one
+            r, _, tail = exp(x, bound)
+            f, lam_slope, logp_slope = surrogate(x, r, logp[t], old_logp[t], a, p, bound)
+            grad[t] = through * (lam_slope + logp_slope)
+            value += f
+            log_ratio += x
+            approx_kl += tail
+            ratio += r
+            square += r * r
+            clipped += one if (r < low) | (r > high) else zero
+        least, largest = ordered(real(np.inf)), ordered(real(-np.inf))
+        for t in range(np.uint64(TILE)):
+            rank = ordered(logp[t] - old_logp[t])
+            least, largest = min(least, rank), max(largest, rank)
+        total_kl = zero
+        if plan.kl != c.KL_NONE:
+            for t in range(np.uint64(TILE)):
+                d = ref_logp[t] - logp[t]
+                wild += zero if abs(d) <= most else one
+                k, k_slope = kl(d, bound)
+                grad[t] += beta * k_slope
+                total_kl += k
+        if wild != zero:
+            return False
+        row[SURROGATE] += factor * value
+        row[KL] += total_kl
+        row[LOG_RATIO] += log_ratio
+        row[APPROX_KL] += approx_kl
+        row[RATIO] += ratio
+        row[RATIO_SQ] += square
+        row[CLIP_LOW if a < zero else CLIP_HIGH] += clipped
+        row[LEAST] = min(row[LEAST], np.float64(unordered(least, zero)))
+        row[MOST] = max(row[MOST], np.float64(unordered(largest, zero)))
+        return True
+
+    return loop
+
+
+_clip_and_k3 = _fused(clip, k3)
+
+
+@_inner
+def _is_common(plan, tokens, own, grad, itemsize):
+    """Whether full blocks can go through a fused loop."""
+    plain = plan.level == c.LEVEL_TOKEN and plan.pre == c.PRE_IDENTITY and plan.rho == c.RHO_NONE
+    free = plan.lam_lo == -np.inf and plan.lam_hi == np.inf and min(plan.kl_clamp_in, plan.kl_clamp_out) == np.inf
+    known = plan.surrogate == 0 and plan.kl_straight_through == 0 and (plan.kl == 3 or plan.kl == c.KL_NONE)
+    shared = own.step == own.last and tokens.advantage.itemsize == 0 and tokens.weight.itemsize == 0
+    alike = tokens.logp.itemsize == itemsize and tokens.old_logp.itemsize == itemsize
+    alike &= plan.kl == c.KL_NONE or tokens.ref_logp.itemsize == itemsize
+    return plain and free and known and shared and alike and (grad.itemsize == 0 or grad.itemsize == itemsize)
+
+
+@_inner
+def _common_block(plan, tokens, own, first, row, grad, s, limits):
+    at = s.itemsize * first
+    logp = _view(tokens.logp.address + at, TILE, s.dtype)
+    old_logp = _view(tokens.old_logp.address + at, TILE, s.dtype)
+    out = s[G : G + np.uint64(TILE)] if grad.itemsize == 0 else _view(grad.address + at, TILE, s.dtype)
+    ref_logp = logp if plan.kl == c.KL_NONE else _view(tokens.ref_logp.address + at, TILE, s.dtype)
+    return _clip_and_k3(plan, logp, old_logp, ref_logp, out, own.advantage, own.factor, own.weight, limits, row)
+
+
+# ---- store -------------------------------------------------------------------------------------------
 
 _FLOAT_MAX, _DOUBLE_MAX = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)
 
 
 @_inner
-def _store_in(part, s, n, largest):
+def _hold(part, s, n, largest):
+    _apart()
     most = s.dtype.type(largest)
     for t in range(np.uint64(n)):
         part[t] = min(max(s[G + t], -most), most)
 
 
-@_inner
+@_driver
 def _store(s, grad, first, n):
     """G to the gradient, held at the largest finite number."""
     if grad.itemsize == 4:
-        _store_in(_view(grad.address + 4 * first, n, np.float32), s, n, _FLOAT_MAX)
+        _hold(_view(grad.address + 4 * first, n, np.float32), s, n, _FLOAT_MAX)
     elif grad.itemsize == 8:
-        _store_in(_view(grad.address + 8 * first, n, np.float64), s, n, _DOUBLE_MAX)
+        _hold(_view(grad.address + 8 * first, n, np.float64), s, n, _DOUBLE_MAX)
 
 
 @_inner
-def _add_in(part, s, n, through, alike, largest):
+def _hold_sum(part, s, n, through, alike, largest):
+    _apart()
     for t in range(np.uint64(n)):
         more = through * np.float64(s[FLOWS + t]) + alike if s[M + t] != 0 else 0.0
         part[t] = min(max(np.float64(part[t]) + more, -largest), largest)
 
 
-@_inner
+@_driver
 def _add(s, grad, first, n, through, alike):
     """pre' through + alike, for counted tokens, on top of the gradient."""
     if grad.itemsize == 4:
-        _add_in(_view(grad.address + 4 * first, n, np.float32), s, n, through, alike, _FLOAT_MAX)
+        _hold_sum(_view(grad.address + 4 * first, n, np.float32), s, n, through, alike, _FLOAT_MAX)
     else:
-        _add_in(_view(grad.address + 8 * first, n, np.float64), s, n, through, alike, _DOUBLE_MAX)
+        _hold_sum(_view(grad.address + 8 * first, n, np.float64), s, n, through, alike, _DOUBLE_MAX)
 
 
 # ---- a completion ------------------------------------------------------------------------------------
 
 
-@_inner
-def _padded(n):
-    return (n + LANES - 1) // LANES * LANES
-
-
 @_reduction
 def _level_sums(s, size):
+    _apart()
     zero = s.dtype.type(0)
     lam, x = zero, zero
-    for t in range(np.uint64(size)):
+    for t in range(size & WHOLE):
         lam += s[LAM + t] * s[M + t]
         x += s[X + t]
     return np.float64(lam), np.float64(x)
 
 
 @_inner
-def _log_weights(plan, tokens, own, s, first, n, masked):
+def _log_weights(plan, tokens, own, s, first, n):
     """Sum over counted tokens of log weight, as the plan uses it; overwrites X. In float64 only."""
+    _apart()
     if tokens.weight.itemsize > 0:
-        _load(tokens.weight, s, X, first, n, masked)
+        _load(tokens.weight, s, X, first, n, True)
     else:
         _fill(s, X, 1)
     total = 0.0
@@ -741,41 +939,31 @@ def _log_weights(plan, tokens, own, s, first, n, masked):
 
 @_inner
 def _load_level(plan, tokens, own, s, first, n, size, masked, limits):
-    """A counted block up to FLOWS and the unreduced LAM; whether the dtype is enough."""
-    _load_log_ratio(tokens, s, first, n, masked)
-    _fill(s, D, 0)
-    _fill(s, C, 0)
+    """A counted block up to FLOWS and the unreduced LAM."""
+    _load_log_ratio(tokens, s, first, n, size, masked, limits)
     if plan.pre == c.PRE_SIGN_CLIP:
         _load_advantages(tokens, own, s, first, n)
-    else:
-        _fill(s, A, 0)
     _pre_stage(plan, s, size)
-    return _tame(s, size, limits)
 
 
 @_inner
-def _reduce(plan, tokens, own, weighted, s, wide, limits):
-    """The first pass: what the completion's log-ratios and weights come to."""
+def _reduce(plan, tokens, own, weighted, wide, limits):
+    """The first pass: what the completion's log-ratios and weights come to, in float64."""
+    _apart()
     counted, lam, x, log_weight = 0.0, 0.0, 0.0, 0.0
     for first in range(own.start, own.stop, TILE):
         n = min(TILE, own.stop - first)
-        size = _padded(n)
-        here = _count(tokens, s, first, n)
+        size = np.uint64(n + LANES - 1) & WHOLE
+        here = _count(tokens, wide, first, n)
         if here == 0:
             continue
-        masked = here < n
         counted += here
-        if _load_level(plan, tokens, own, s, first, n, size, masked, limits):
-            more_lam, more_x = _level_sums(s, size)
-        else:
-            _count(tokens, wide, first, n)
-            _load_level(plan, tokens, own, wide, first, n, size, masked, limits)
-            more_lam, more_x = _level_sums(wide, size)
+        _load_level(plan, tokens, own, wide, first, n, size, here < n, limits)
+        more_lam, more_x = _level_sums(wide, size)
         lam += more_lam
         x += more_x
         if weighted:
-            _count(tokens, wide, first, n)
-            log_weight += _log_weights(plan, tokens, own, wide, first, n, masked)
+            log_weight += _log_weights(plan, tokens, own, wide, first, n)
     mean_n = max(counted, 1.0)
     if plan.reduce == c.REDUCE_MEAN:
         lam /= mean_n
@@ -791,23 +979,29 @@ def _reduce(plan, tokens, own, weighted, s, wide, limits):
 @_inner
 def _piece(plan, tokens, own, reduced, begin, end, row, grad, s, wide, limits, widen):
     """Tokens begin..end of the buffer: statistics into ``row``, gradient stored; sums for a third pass."""
+    _apart()
     through, kl = 0.0, 0.0
+    common = not widen and _is_common(plan, tokens, own, grad, s.itemsize)
     for first in range(begin, end, TILE):
         n = min(TILE, end - first)
-        size = _padded(n)
-        more_through, more_kl = 0.0, 0.0
+        size = np.uint64(n + LANES - 1) & WHOLE
         counted = _count(tokens, s, first, n)
-        masked = counted < n
+        if common and counted == TILE and _common_block(plan, tokens, own, first, row, grad, s, limits):
+            continue
         if counted == 0:
             _fill(s, G, 0)
             _store(s, grad, first, n)
-        elif not widen and _load_block(plan, tokens, own, reduced, s, first, n, size, masked, limits):
+            continue
+        tame = not widen
+        if tame:
+            tame = _load_block(plan, tokens, own, reduced, s, first, n, size, counted < n, limits)
+        if tame:
             more_through, more_kl = _stages(plan, reduced, s, size, own.weight, row)
             _store(s, grad, first, n)
         else:
             _count(tokens, wide, first, n)
-            row[9] += _count_non_finite(tokens, wide, first, n, masked)
-            _load_block(plan, tokens, own, reduced, wide, first, n, size, masked, limits)
+            row[NON_FINITE] += _count_non_finite(tokens, wide, first, n)
+            _load_block(plan, tokens, own, reduced, wide, first, n, size, counted < n, limits)
             more_through, more_kl = _stages(plan, reduced, wide, size, own.weight, row)
             _store(wide, grad, first, n)
         through += more_through
@@ -816,32 +1010,29 @@ def _piece(plan, tokens, own, reduced, begin, end, row, grad, s, wide, limits, w
 
 
 @_inner
-def _third_pass(plan, tokens, own, grad, s, wide, limits, through, alike):
+def _third_pass(plan, tokens, own, grad, wide, limits, through, alike):
     """Add to every counted token's gradient what comes through the completion's one lam, and one rho."""
+    _apart()
     for first in range(own.start, own.stop, TILE):
         n = min(TILE, own.stop - first)
-        size = _padded(n)
-        counted = _count(tokens, s, first, n)
-        masked = counted < n
+        size = np.uint64(n + LANES - 1) & WHOLE
+        counted = _count(tokens, wide, first, n)
         if counted == 0:
             continue
         if plan.pre == c.PRE_IDENTITY or plan.level == c.LEVEL_TOKEN:
-            _fill(s, FLOWS, 1)
-            _add(s, grad, first, n, through, alike)
-        elif _load_level(plan, tokens, own, s, first, n, size, masked, limits):
-            _add(s, grad, first, n, through, alike)
+            _fill(wide, FLOWS, 1)
         else:
-            _count(tokens, wide, first, n)
-            _load_level(plan, tokens, own, wide, first, n, size, masked, limits)
-            _add(wide, grad, first, n, through, alike)
+            _load_level(plan, tokens, own, wide, first, n, size, counted < n, limits)
+        _add(wide, grad, first, n, through, alike)
 
 
-@_inner
+@_driver
 def _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, widen):
     """A completion of which every token depends on all the others."""
-    reduced = _reduce(plan, tokens, own, weighted, s, wide, limits)
-    widen |= not (abs(reduced.lam) <= limits.log_ratio and reduced.rho <= math.exp(min(limits.log_ratio, 700.0)))
-    through, kl = _piece(plan, tokens, own, reduced, own.start, own.stop, row, grad, s, wide, limits, widen)
+    reduced = _reduce(plan, tokens, own, weighted, wide, limits)
+    # r and rho of the whole completion must suit the dtype, too
+    mild = abs(reduced.lam) <= limits.log_ratio and reduced.rho <= exp(limits.log_ratio, plan.exp_bound)[0]
+    through, kl = _piece(plan, tokens, own, reduced, own.start, own.stop, row, grad, s, wide, limits, widen or not mild)
     n = max(reduced.n, 1.0)
     through_lam, through_rho = 0.0, 0.0
     if plan.level == c.LEVEL_SEQUENCE:
@@ -849,22 +1040,35 @@ def _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, widen):
     if plan.rho == c.RHO_RATIO and plan.rho_level == c.LEVEL_SEQUENCE and plan.kl != c.KL_NONE:
         through_rho = own.weight * plan.beta * kl / n
     if grad.itemsize > 0 and (through_lam != 0.0 or through_rho != 0.0):
-        _third_pass(plan, tokens, own, grad, s, wide, limits, through_lam, through_rho)
+        _third_pass(plan, tokens, own, grad, wide, limits, through_lam, through_rho)
     if plan.level != c.LEVEL_TOKEN and reduced.n > 0:
         r, _, tail = exp(reduced.lam, plan.exp_bound)
-        row[2] = reduced.lam
-        row[3] = tail
-        row[4] = r * r
-        row[5] /= n
-        row[6] /= n
-        row[7] = reduced.lam
-        row[8] = reduced.lam
+        row[LOG_RATIO] = reduced.lam
+        row[APPROX_KL] = tail
+        row[RATIO] = r
+        row[RATIO_SQ] = r * r
+        row[CLIP_LOW] /= n
+        row[CLIP_HIGH] /= n
+        row[LEAST] = reduced.lam
+        row[MOST] = reduced.lam
+
+
+@_inner
+def _source(values, n):
+    return Source(values.ctypes.data, values.size // max(n, 1))
 
 
 @_kernel
-def _run(plan, tokens, start, stop, weights, factors, advantages, step_offsets,
-         owner, begin, end, rows, grad, limits, widen, narrow, s, wide, low, high):  # fmt: skip
-    """Pieces low..high, each with its own row of statistics. Absent arrays are empty."""
+def _run(numbers, n, logp, old_logp, ref_logp, weight, advantage, mask, grad,
+         start, stop, weights, factors, advantages, step_offsets, step_ends, step_advantages,
+         owner, begin, end, rows, s, wide, low, high):  # fmt: skip
+    """Pieces low..high, each with its own row of statistics. Arrays of n tokens come as bytes, absent ones empty."""
+    plan, limits = Plan(*to_fixed_tuple(numbers, _N_PLAN)), Limits(*to_fixed_tuple(numbers[_N_PLAN:], _N_LIMITS))
+    tokens = Tokens(
+        _source(logp, n), _source(old_logp, n), _source(ref_logp, n), _source(weight, n), _source(advantage, n),
+        mask.ctypes.data if mask.size > 0 else 0, step_ends.ctypes.data, step_advantages.ctypes.data,
+    )  # fmt: skip
+    gradient = _source(grad, n)
     whole = plan.level != c.LEVEL_TOKEN or (plan.rho != c.RHO_NONE and plan.rho_level != c.LEVEL_TOKEN)
     weighted = plan.weight_use != c.USE_MULTIPLY and (tokens.weight.itemsize > 0 or factors.size > 0)
     alone = Reduced(0.0, 0.0, 1.0, 1.0, 1.0)
@@ -873,8 +1077,8 @@ def _run(plan, tokens, start, stop, weights, factors, advantages, step_offsets,
         row = rows[piece]
         for column in range(row.size):
             row[column] = 0.0
-        row[7] = np.inf
-        row[8] = -np.inf
+        row[LEAST] = np.inf
+        row[MOST] = -np.inf
         own = Own(
             start[i], stop[i], weights[i],
             factors[i] if factors.size > 0 else 1.0,
@@ -883,50 +1087,38 @@ def _run(plan, tokens, start, stop, weights, factors, advantages, step_offsets,
             step_offsets[i + 1] if step_offsets.size > 0 else 0,
         )  # fmt: skip
         size = abs(own.weight)
-        mild = (size == 0 or 1e-30 <= size <= 1e3) and size * plan.beta <= 1e3
-        wild = widen or (narrow and not mild)
+        wild = not (size == 0 or limits.least_weight <= size <= limits.weight) or not size * plan.beta <= limits.weight
         if whole:
-            _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, wild)
+            _whole(plan, tokens, own, weighted, row, gradient, s, wide, limits, wild)
         else:
-            _piece(plan, tokens, own, alone, begin[piece], end[piece], row, grad, s, wide, limits, wild)
+            _piece(plan, tokens, own, alone, begin[piece], end[piece], row, gradient, s, wide, limits, wild)
 
 
 @_exact_kernel
 def _merge(owner, rows, stats):
     """Rows of pieces, in order, to rows of completions."""
     stats[:] = 0.0
-    stats[:, 7] = np.inf
-    stats[:, 8] = -np.inf
+    stats[:, LEAST] = np.inf
+    stats[:, MOST] = -np.inf
     for piece in range(owner.size):
         row, total = rows[piece], stats[owner[piece]]
-        least, most = min(total[7], row[7]), max(total[8], row[8])
+        least, most = min(total[LEAST], row[LEAST]), max(total[MOST], row[MOST])
         total += row
-        total[7] = least
-        total[8] = most
+        total[LEAST] = least
+        total[MOST] = most
 
 
 # ---- the functions of the contract -------------------------------------------------------------------
 
-_NOTHING = {t: np.empty(0, t) for t in map(np.dtype, ("f8", "i8", "u1"))}
-_PLAN_TYPES = [type(Plan._field_defaults.get(name, 0)) for name in Plan._fields]
+_NOTHING = {t: np.empty(0, t) for t in (np.float64, np.int64, np.uint8)}
 _POOL_PLAN_TYPES = [type(PoolPlan._field_defaults[name]) for name in PoolPlan._fields]
 
 
-def _given(values: npt.NDArray[Any] | None, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Read-only, because to Numba that is another type; empty where absent."""
-    view = (_NOTHING[np.dtype(dtype)] if values is None else values).view()
+def _given(values: npt.NDArray[Any] | None, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """Read-only, because to Numba that is another type, and as bytes where asked for; empty where absent."""
+    view = _NOTHING[dtype] if values is None else values.view(dtype)
     view.flags.writeable = False
     return view
-
-
-def _source(values: Real | None) -> Source:
-    return Source(0, 0) if values is None else Source(values.ctypes.data, values.itemsize)
-
-
-def _tokens(batch: Batch) -> Tokens:
-    arrays = (batch.logp, batch.old_logp, batch.ref_logp, batch.token_weight, batch.token_advantages)
-    others = (batch.mask, batch.step_ends, batch.step_advantages)
-    return Tokens(*map(_source, arrays), *(0 if a is None else a.ctypes.data for a in others))
 
 
 def _mild(plan: Plan) -> bool:
@@ -950,30 +1142,28 @@ def _pieces(start: Int, stop: Int, whole: bool) -> tuple[Int, Int, Int]:
 
 def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int) -> None:
     """Statistics of every completion and, where ``grad`` is given, the gradient in its slots."""
-    plan = Plan(*(to(value) for to, value in zip(_PLAN_TYPES, plan, strict=True)))
-    logps = [a.dtype for a in (batch.logp, batch.old_logp, batch.ref_logp) if a is not None]
-    dtype = np.result_type(*logps)
+    dtype = np.result_type(*(a.dtype for a in (batch.logp, batch.old_logp, batch.ref_logp) if a is not None))
     whole = plan.level != c.LEVEL_TOKEN or (plan.rho != c.RHO_NONE and plan.rho_level != c.LEVEL_TOKEN)
     owner, begin, end = _pieces(batch.start, batch.stop, whole)
     split = len(owner) != len(stats)
     rows = np.empty((len(owner), len(c.STATS))) if split else stats
-    narrow = bool(dtype == np.float32)
+    limits = _LIMITS[dtype] if dtype == np.float64 or _mild(plan) else _ALWAYS_WIDE
+    stepped = batch.step_advantages is not None
     arguments = (
-        plan,
-        _tokens(batch),
+        np.array((*plan, *limits), np.float64),
+        len(batch.logp),
+        *(_given(a, np.uint8) for a in (batch.logp, batch.old_logp, batch.ref_logp, batch.token_weight)),
+        *(_given(a, np.uint8) for a in (batch.token_advantages, batch.mask, grad)),
         *(_given(a, np.int64) for a in (batch.start, batch.stop)),
         *(_given(a, np.float64) for a in (batch.weights, batch.completion_weight, batch.advantages)),
-        _given(None if batch.step_advantages is None else batch.step_offsets, np.int64),
+        *(_given(a if stepped else None, np.int64) for a in (batch.step_offsets, batch.step_ends)),
+        _given(batch.step_advantages, np.float64),
         *(_given(a, np.int64) for a in (owner, begin, end)),
         rows,
-        _source(grad),
-        _LIMITS[dtype],
-        narrow and not _mild(plan),
-        narrow,
     )
 
     def run(ranges: Any) -> None:
-        s, wide = _scratch(dtype), _scratch(np.float64)
+        s, wide = _scratch(dtype.name, dtype), _scratch("wide", np.dtype(np.float64))
         for low, high in ranges:
             _run(*arguments, s, wide, low, high)
 
@@ -1092,10 +1282,18 @@ def sum_columns(table: Double) -> Double:
 
 
 @_exactly
-def _std(values, ddof, scratch, partials):
-    """Two passes, each an exact sum, so the order of values does not matter; of equal values exactly 0."""
+def _equal(values, ulp):
+    """Whether the range is at most 4 ULP of the largest magnitude."""
+    least, most = values.min(), values.max()
+    exponent = math.frexp(max(abs(least), abs(most)))[1]  # floor(log2) + 1, exactly
+    return most - least <= 4.0 * math.ldexp(ulp, exponent - 1)
+
+
+@_exactly
+def _std(values, ddof, ulp, scratch, partials):
+    """Two passes, each an exact sum; of equal values exactly 0."""
     m = values.size
-    if ddof >= m or values.min() == values.max():
+    if ddof >= m or _equal(values, ulp):
         return 0.0
     mean = _sum(values, partials) / m
     for k in range(m):
@@ -1118,24 +1316,22 @@ def _standardize(values, order, offsets, plan, out):
             v[k] = values[members[k]]
         if m == 0:
             continue
-        if m == 1:
+        centres = plan.baseline != c.BASELINE_NONE
+        if m == 1 and centres:
             raw = v[0] if plan.scale == c.SCALE_NONE else v[0] / (1.0 + plan.eps)
             out[members[0]] = raw if plan.singleton == c.SINGLETON_RAW else 0.0
             continue
-        least, most_of = v.min(), v.max()
-        if plan.baseline != c.BASELINE_NONE:
-            exponent = math.frexp(max(abs(least), abs(most_of)))[1] - 1
-            if most_of - least <= 4.0 * math.ldexp(plan.ulp, exponent):
-                for k in range(m):
-                    out[members[k]] = 0.0
-                continue
+        if centres and _equal(v, plan.ulp):
+            for k in range(m):
+                out[members[k]] = 0.0
+            continue
         std = 0.0
         if plan.scale == c.SCALE_GROUP:
-            std = _std(v, plan.ddof, scratch, partials)
+            std = _std(v, plan.ddof, plan.ulp, scratch, partials)
         elif plan.scale == c.SCALE_BATCH:
             std = plan.batch_std
         divisor = 1.0 if std == 0.0 else std + plan.eps
-        total = 0.0 if plan.baseline == c.BASELINE_NONE else _sum(v, partials)
+        total = _sum(v, partials) if centres else 0.0
         for k in range(m):
             baseline = 0.0
             if plan.baseline == c.BASELINE_MEAN:
@@ -1152,13 +1348,13 @@ def standardize(values: Double, order: Int, offsets: Int, plan: PoolPlan, out: D
 
 
 @_exact_kernel
-def _pool_std(values, ddof):
-    return _std(values, ddof, np.empty(values.size), np.empty(_PARTIALS))
+def _pool_std(values, ddof, ulp):
+    return _std(values, ddof, ulp, np.empty(values.size), np.empty(_PARTIALS))
 
 
-def pool_std(values: Double, ddof: int) -> float:
+def pool_std(values: Double, ddof: int, ulp: float) -> float:
     """Standard deviation of all the values."""
-    return float(_pool_std(_given(values, np.float64), int(ddof)))
+    return float(_pool_std(_given(values, np.float64), int(ddof), float(ulp)))
 
 
 @_exact_kernel

@@ -30,6 +30,8 @@ def number(name: str, value: Any, *, least: float = -np.inf, above: float = -np.
     """``value`` as a float, finite, ``>= least`` and ``> above``."""
     bound = f" > {above:g}" if above > -np.inf else f" >= {least:g}" if least > -np.inf else ""
     try:
+        if isinstance(value, (bool, np.bool_, str)):
+            raise TypeError
         result = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: expected a number{bound}, got {type(value).__name__}; pass a float") from None
@@ -191,13 +193,20 @@ def mask(name: str, values: Any, expected: int) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).astype(np.uint8, copy=False).view(np.uint8)
 
 
-def finite(name: str, array: npt.NDArray[Any], unit: str) -> None:
-    """No NaN and no infinity."""
-    good = np.isfinite(array)
+#: What advantages and weights may be: products with saturated ratios and sums stay finite.
+LARGEST = 1e100
+
+
+def finite(name: str, array: npt.NDArray[Any], unit: str, largest: float = np.inf) -> None:
+    """No NaN, no infinity, nothing beyond +-``largest``."""
+    with np.errstate(invalid="ignore"):
+        good = np.isfinite(array) & (np.abs(array) <= largest)
     if not good.all():
         at = tuple(int(i) for i in np.argwhere(~good)[0])
-        index = ", ".join(map(str, at))
-        raise ValueError(f"{name}: {name}[{index}]={array[at]} is not finite; mask that {unit} or drop it")
+        entry = f"{name}[{', '.join(map(str, at))}]={array[at]}"
+        if np.isfinite(array[at]):
+            raise ValueError(f"{name}: {entry} is too large to compute with; scale it below {largest:g}")
+        raise ValueError(f"{name}: {entry} is not finite; mask that {unit} or drop it")
 
 
 def narrow(array: Double, dtype: np.dtype[Any], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:

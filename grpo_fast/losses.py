@@ -297,7 +297,7 @@ def _per_completion(name: str, array: npt.NDArray[Any], counts: Int) -> Double:
     """As float64, finite wherever a token counts; elsewhere 0."""
     values = array.astype(np.float64)
     values[counts == 0] = 0.0
-    check.finite(name, values, "completion")
+    check.finite(name, values, "completion", check.LARGEST)
     return values
 
 
@@ -349,7 +349,7 @@ def _steps(
     offsets = check.offsets("step_offsets", step_offsets, len(ends), "step_ends")
     check.length("step_offsets", offsets, len(ranges.start) + 1, "completion, plus one")
     check.step_ends(ends, offsets, ranges.stop - ranges.start)
-    check.finite(name, values, "step")
+    check.finite(name, values, "step", check.LARGEST)
     return values, offsets, ends
 
 
@@ -434,6 +434,8 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
         for name, array in arrays.items()
         if array is not None and not np.isfinite(array[tokens]).all()
     }
+    if not bad:
+        raise ValueError(f"logp: log-probs of completion {completion} are so far apart that they overflow; check their scale")
     name = min(bad, key=lambda key: int(bad[key][0]))
     token = int(bad[name][0])
     value = arrays[name][token]  # type: ignore[index]

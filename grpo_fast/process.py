@@ -83,7 +83,9 @@ def process_advantages(
         times ``outcome_weight`` (default 1), are added to every token.
     level : "token" or "step"
         One number per token, or per step: what its tokens get. The loss takes either and adds
-        completion-level advantages itself, so "step" refuses ``outcome_rewards``.
+        completion-level advantages itself, so "step" refuses ``outcome_rewards``. Tokens after the
+        last step of a *row* have no number then: the loss takes 0, which is not what
+        ``tail="last"`` and trajectories of several rows say.
     out : writable, contiguous, native array of the result's shape, float32, float64 or the result's dtype
         Filled and returned.
     backend : "cython", "numba" or "numpy"; None is the one in force
@@ -101,12 +103,15 @@ def process_advantages(
 
     Notes
     -----
-    What the default does to a policy that chooses its number of steps: every step's baseline is
-    the mean step, so a token's baseline is (remaining steps) x mean, which depends on the
-    trajectory's own number of steps. That is a *different objective* from the expected return: at
-    equal step rewards the number of steps has no effect at all. It resists stuffing with steps, but it can
-    reverse the sign of an outcome that is mixed into the step rewards. With ``normalize="none"``
-    the sums are plain returns.
+    What the default does to a policy that chooses its number of steps: a token's baseline is the
+    number of remaining steps times the mean, and so depends on the trajectory's own number of
+    steps. That is a *different objective* from the expected return: where all steps earn the same,
+    taking more or fewer of them makes no difference at all, whatever they earn. It resists stuffing
+    with steps, but it can reverse the sign of an outcome that is one of the step rewards. With
+    ``normalize="none"`` the sums are the returns themselves.
+
+    Each pool is summed exactly and each trajectory by itself, so neither the order of completions
+    nor what their neighbours hold changes a bit.
 
     References
     ----------
@@ -148,11 +153,13 @@ def process_advantages(
             trajectory_groups(trajectories, groups)  # refuses a trajectory in two groups
 
     timeline = _timeline(steps, trajectories)
-    values = _formed(steps.rewards[timeline.scored], timeline.bounds, options)
+    values, magnitude = _formed(steps.rewards[timeline.scored], timeline.bounds, options)
     if options.pool != "none":
         labels = None if step_groups is None else label_groups("step_groups", step_groups, len(rewards), "step")
         pools = _pools(options.pool, steps, timeline, trajectories, groups, labels)
         plan = PoolPlan(ddof=options.ddof, eps=options.eps, ulp=check.ulp(rewards.dtype))
+        if magnitude is not None:
+            values = _rounding_removed(values, magnitude, pools, plan.ulp)
         normalized = np.empty(len(values))
         kernels.standardize(values, pools.order, pools.offsets, plan, normalized)
         values = normalized
@@ -361,16 +368,40 @@ def _with_row_ends(of_step: Double, steps: _Steps, of_row_end: Double, lengths: 
 # ---- their values ------------------------------------------------------------------------------------
 
 
-def _formed(rewards: Double, bounds: Int, options: _Options) -> Double:
-    """What is normalised: R by ``step_form``, then by the weights of ``credit="min"``."""
+def _formed(rewards: Double, bounds: Int, options: _Options) -> tuple[Double, Double | None]:
+    """What is normalised: R by ``step_form``, then by the weights of ``credit="min"``.
+
+    Of differences also the larger magnitude of the two numbers that each is the difference of.
+    """
+    magnitude = None
     if options.form == "cumulative_sum":
         rewards = _running_sums(rewards, bounds, 1.0, reverse=False)
     elif options.form == "prefix_value":
         before = np.empty_like(rewards)
         before[1:] = rewards[:-1]
         before[bounds[:-1][bounds[:-1] < bounds[1:]]] = options.start
+        magnitude = np.maximum(np.abs(rewards), np.abs(before))
         rewards = rewards - before
-    return _softmin(rewards, bounds, options.temperature) if options.credit == "min" else rewards
+    return _softmin(rewards, bounds, options.temperature) if options.credit == "min" else rewards, magnitude
+
+
+def _rounding_removed(values: Double, magnitude: Double, pools: Groups, ulp: float) -> Double:
+    """Pools that are equal but for the rounding of what they are differences of, made equal.
+
+    The rule of :class:`PoolPlan`, with the magnitude that the rounding had: 0.9 - 0.8 and 0.2 - 0.1
+    in float32 are many ULP of 0.1 apart.
+    """
+    starts = pools.offsets[:-1][np.diff(pools.offsets) > 0]
+    if len(starts) == 0:
+        return values
+    sizes = np.diff(starts, append=len(values))
+    ordered = values[pools.order]
+    least, most = np.minimum.reduceat(ordered, starts), np.maximum.reduceat(ordered, starts)
+    _, exponent = np.frexp(np.maximum.reduceat(magnitude[pools.order], starts))
+    equal = most - least <= 4 * np.ldexp(ulp, exponent - 1)
+    result = np.empty_like(values)
+    result[pools.order] = np.where(np.repeat(equal, sizes), np.repeat(least, sizes), ordered)
+    return result
 
 
 def _softmin(values: Double, bounds: Int, temperature: float) -> Double:
@@ -438,7 +469,7 @@ def _outcome(
 
 def _check_out(out: Any, size: int, dtype: np.dtype[Any]) -> None:
     if not isinstance(out, np.ndarray):
-        raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}; pass np.empty({size}, np.{dtype})")
+        raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}; pass np.empty({size})")
     allowed = dict.fromkeys(("float32", "float64", dtype.name))
     wrong = (
         f"shape {out.shape}"

@@ -18,7 +18,10 @@ typedef struct {
     do {                                                                                          \
         const TYPE *restrict from = (const TYPE *)source.data + t;                                \
         if (mask)                                                                                 \
-            for (int k = 0; k < n; k++) to[k] = mask[k] ? (REAL)from[k] : neutral;                \
+            for (int k = 0; k < n; k++) {                                                         \
+                const REAL value = (REAL)from[k]; /* masked slots are read, and dropped */        \
+                to[k] = mask[k] ? value : neutral;                                                \
+            }                                                                                     \
         else                                                                                      \
             for (int k = 0; k < n; k++) to[k] = (REAL)from[k];                                    \
     } while (0)
@@ -198,22 +201,27 @@ static int FN(fits)(const double *sums, REAL least, REAL most)
 }
 #endif
 
-static void FN(store)(const Batch *batch, const REAL *restrict grad, int64_t t, int n)
+/* Returns whether something was too large for float32, and was saturated. */
+static int FN(store)(const Batch *batch, const REAL *restrict grad, int64_t t, int n)
 {
+    int saturated = 0;
     if (batch->grad_is_double) {
         double *restrict to = (double *)batch->grad + t;
         for (int k = 0; k < n; k++) to[k] = (double)grad[k];
-        return;
+        return 0;
     }
     float *restrict to = (float *)batch->grad + t;
 #if REAL_IS_DOUBLE
-    for (int k = 0; k < n; k++) { /* saturate, do not overflow */
+    for (int k = 0; k < n; k++) {
         double g = grad[k] < FLT_MAX ? grad[k] : FLT_MAX;
-        to[k] = (float)(g > -FLT_MAX ? g : -FLT_MAX);
+        g = g > -FLT_MAX ? g : -FLT_MAX;
+        saturated |= g != grad[k];
+        to[k] = (float)g;
     }
 #else
     for (int k = 0; k < n; k++) to[k] = grad[k];
 #endif
+    return saturated;
 }
 
 /* float32 sums go to float64 after FLUSH tokens: many equal terms, such as clipped ones, round the same way. */
@@ -234,7 +242,7 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
             const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
             surrogate += on * c * b->value[k];
             /* 0 * NaN and 0 * inf are NaN: what is not finite shows in the sum, whatever the formulas made of it */
-            kl += on * rho_kl + 0 * (b->logp[k] + b->lam[k] + b->d[k]);
+            kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k]);
             slopes += on * c * b->dlam[k];
             const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
             b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
@@ -340,9 +348,12 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
     FN(combine)(plan, shared, b, padded, stats, &slopes);
     FN(measure)(plan, b, padded, stats);
 #if REAL_IS_DOUBLE
+    const int only_reduced = plan->weight_use != USE_MULTIPLY && batch->token_weight.data;
+    if (only_reduced) FN(load)(x, batch->token_weight, mask, t, n, 1);
+    const REAL *restrict weight = only_reduced ? x : b->c;
     int bad = 0;
     for (int k = 0; k < padded; k++)
-        bad += 0 * b->logp[k] + 0 * b->old_logp[k] + 0 * b->d[k] + 0 * b->advantage[k] + 0 * b->c[k] != 0;
+        bad += 0 * b->logp[k] + 0 * (b->logp[k] - b->old_logp[k]) + 0 * b->d[k] + 0 * b->advantage[k] + 0 * weight[k] != 0;
     sums->stats[STAT_NON_FINITE] += bad;
 #else
     if (!FN(fits)(stats, (REAL)stats[STAT_LOG_RATIO_MIN], (REAL)stats[STAT_LOG_RATIO_MAX])) return 0;
@@ -351,7 +362,9 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
     sums->slopes += slopes;
     sums->stats[STAT_LOG_RATIO_MIN] = fmin(sums->stats[STAT_LOG_RATIO_MIN], stats[STAT_LOG_RATIO_MIN]);
     sums->stats[STAT_LOG_RATIO_MAX] = fmax(sums->stats[STAT_LOG_RATIO_MAX], stats[STAT_LOG_RATIO_MAX]);
-    if (batch->grad) FN(store)(batch, b->grad, t, n);
+    if (shared->lam_share != 0 || shared->rho_share != 0) /* only when the backward is done over, see completion() */
+        for (int k = 0; k < padded; k++) b->grad[k] += b->on[k] * (b->lam_slope[k] * (REAL)shared->lam_share + (REAL)shared->rho_share);
+    if (batch->grad) sums->saturated |= FN(store)(batch, b->grad, t, n);
     return 1;
 }
 
@@ -395,7 +408,7 @@ static void FN(reduce_chunk)(const Plan *plan, const Batch *batch, int64_t i, co
                 if (on[k] == 0) continue;
                 out->log_weight += plan->weight_use == USE_GEOMETRIC_MEAN
                                        ? log(weight + 1e-10)
-                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi);
+                                       : fmin(fmax(log(weight), plan->lam_lo), plan->lam_hi) + 0 * weight; /* NaN is kept */
             }
         }
     }
@@ -429,7 +442,7 @@ static void FN(main_chunk)(const Plan *plan, const Batch *batch, int64_t i, cons
                            Sums *restrict out)
 {
     FN(Block) block;
-    Sums sums = {{0}, 0};
+    Sums sums = {{0}, 0, 0};
     sums.stats[STAT_LOG_RATIO_MIN] = INFINITY, sums.stats[STAT_LOG_RATIO_MAX] = -INFINITY;
     FN(prepare)(plan, shared, &block);
 #if REAL_IS_DOUBLE

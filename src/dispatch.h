@@ -10,12 +10,14 @@
 #define ALWAYS_INLINE __forceinline
 #define ALIGNED __declspec(align(64))
 #define UNREACHABLE __assume(0)
+#define ATOMIC volatile
 #define restrict __restrict
 #else
 #define INLINE inline __attribute__((always_inline))
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
 #define UNREACHABLE __builtin_unreachable()
+#define ATOMIC _Atomic
 #endif
 
 #define LANES 16 /* float32 lanes of the widest vectors: loops are whole multiples of it on every instruction set */

@@ -16,7 +16,7 @@ static INLINE FN(Exp) FN(exp)(REAL x, REAL bound)
     REAL s = x > bound ? bound : x;
     s = s < -bound ? -bound : s;
     REAL t = s * EXP_LOG2E + EXP_MAGIC;
-    t = (s <= 1 && s >= -1) ? EXP_MAGIC : t;
+    t = ABS(s) <= 1 ? EXP_MAGIC : t;
     const REAL n = t - EXP_MAGIC;
     const REAL r = (s - n * EXP_LN2_HI) - n * EXP_LN2_LO;
     const REAL rrq = r * r * EXP_Q(r);

@@ -4,6 +4,7 @@
 #define PASTE(name, isa, real) PASTE_(name, isa, real)
 
 #define REAL double
+#define ABS fabs
 #define REAL_IS_DOUBLE 1
 #define UINT uint64_t
 #define FN(name) PASTE(name, ISA, f64)
@@ -22,6 +23,7 @@
 #include "formulas.inc.h"
 #include "blocks.inc.h"
 #undef REAL
+#undef ABS
 #undef REAL_IS_DOUBLE
 #undef UINT
 #undef FN
@@ -35,6 +37,7 @@
 #undef EXP_Q
 
 #define REAL float
+#define ABS fabsf
 #define REAL_IS_DOUBLE 0
 #define UINT uint32_t
 #define FN(name) PASTE(name, ISA, f32)
@@ -57,6 +60,7 @@
 #include "fused.inc.h"
 #include "blocks.inc.h"
 #undef REAL
+#undef ABS
 #undef REAL_IS_DOUBLE
 #undef UINT
 #undef FN

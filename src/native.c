@@ -3,7 +3,7 @@
 #include "dispatch.h"
 #include "threads.h"
 
-static int isa = -1;
+static ATOMIC int isa = -1; /* chosen by the first call; several may be first at once */
 
 int grpo_n_isas(void) { return N_ISAS; }
 const char *grpo_isa_name(int k) { return ISAS[k].name; }
@@ -11,9 +11,11 @@ int grpo_isa_runs(int k) { return isa_runs(k); }
 void grpo_select_isa(int k) { isa = k; }
 int grpo_isa(void)
 {
-    if (isa < 0)
-        for (isa = N_ISAS - 1; !isa_runs(isa);) isa--;
-    return isa;
+    int k = isa;
+    if (k >= 0) return k;
+    for (k = N_ISAS - 1; !isa_runs(k);) k--;
+    isa = k;
+    return k;
 }
 
 /* A completion on its way: its chunks are worked on in windows, and added up in their order. */
@@ -55,6 +57,15 @@ static void main_task(void *context, int64_t k)
         job->plan, job->batch, job->i, &job->shared, chunk_start(job, chunk), chunk_stop(job, chunk), &job->part.sums[k]);
 }
 
+/* The main pass once more, in float64 and with what finish_task would add: what was saturated cannot be added to. */
+static void wide_task(void *context, int64_t k)
+{
+    Job *job = context;
+    const int64_t chunk = job->first_chunk + k;
+    Sums again;
+    job->loops->main_f64(job->plan, job->batch, job->i, &job->shared, chunk_start(job, chunk), chunk_stop(job, chunk), &again);
+}
+
 static void finish_task(void *context, int64_t k)
 {
     Job *job = context;
@@ -92,6 +103,7 @@ static void add_sums(const Job *job, int64_t n, void *into)
         total->stats[STAT_LOG_RATIO_MIN] = fmin(total->stats[STAT_LOG_RATIO_MIN], part->stats[STAT_LOG_RATIO_MIN]);
         total->stats[STAT_LOG_RATIO_MAX] = fmax(total->stats[STAT_LOG_RATIO_MAX], part->stats[STAT_LOG_RATIO_MAX]);
         total->slopes += part->slopes;
+        total->saturated |= part->saturated;
     }
 }
 
@@ -105,7 +117,7 @@ static void share(const Plan *plan, Shared *shared, const Reduced *sums)
     if (plan->weight_use == USE_LOG_OFFSET) lam += sums->log_weight;
     if (plan->weight_use != USE_MULTIPLY)
         shared->surrogate_weight = plan->weight_use == USE_GEOMETRIC_MEAN ? exp(sums->log_weight / n) : 1;
-    shared->lam = fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
+    shared->lam = lam != lam ? lam : fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
     shared->lam_slope = shared->lam == lam;
     shared->log_rho = sums->x / n;
     shared->rho = saturated_exp(shared->log_rho, plan->exp_bound);
@@ -146,7 +158,7 @@ static void completion(Job *job)
         pass(job, reduce_task, add_reduced, &reduced);
         share(plan, &job->shared, &reduced);
     }
-    Sums sums = {{0}, 0};
+    Sums sums = {{0}, 0, 0};
     sums.stats[STAT_LOG_RATIO_MIN] = INFINITY, sums.stats[STAT_LOG_RATIO_MAX] = -INFINITY;
     pass(job, main_task, add_sums, &sums);
     if (shared_lam) one_ratio(plan, &job->shared, reduced.count, sums.stats);
@@ -157,7 +169,8 @@ static void completion(Job *job)
     const double n = fmax(reduced.count, 1), weight = job->shared.weight;
     if (spread_lam) job->shared.lam_share = weight * job->shared.lam_slope * sums.slopes / (plan->reduce == REDUCE_MEAN ? n : 1);
     if (spread_rho) job->shared.rho_share = weight * plan->beta * sums.stats[STAT_KL] / n;
-    if (job->shared.lam_share != 0 || job->shared.rho_share != 0) pass(job, finish_task, 0, 0);
+    if (job->shared.lam_share == 0 && job->shared.rho_share == 0) return;
+    pass(job, sums.saturated ? wide_task : finish_task, 0, 0);
 }
 
 static int is_long(const Batch *batch, int64_t i, int64_t tokens, int n_threads)

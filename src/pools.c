@@ -4,13 +4,14 @@
 #include <math.h>
 #include <string.h>
 
-/* Shewchuk's algorithm: partials hold the sum without error, each below the last bit of the next. */
-double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
+/* Shewchuk's algorithm on values * scale: partials hold the sum without error, each below the last bit of the
+ * next. Not finite where a value is not, or where a sum on the way is too large. */
+static double scaled_sum(const double *values, int64_t n, int64_t stride, double scale)
 {
-    double partials[48]; /* non-overlapping doubles: at most 2098 bits / 53, rounded up */
+    double partials[2100]; /* non-overlapping doubles, of a bit each at worst: 2098 bits from 2^-1074 to 2^1023 */
     int count = 0;
     for (int64_t i = 0; i < n; i++) {
-        double x = values[i * stride];
+        double x = values[i * stride] * scale;
         int kept = 0;
         for (int j = 0; j < count; j++) {
             double y = partials[j];
@@ -23,6 +24,7 @@ double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
             if (low != 0) partials[kept++] = low;
             x = high;
         }
+        if (!isfinite(x)) return x;
         partials[kept++] = x;
         count = kept;
     }
@@ -40,6 +42,15 @@ double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
         if (twice == rounded - high) high = rounded;
     }
     return high;
+}
+
+double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
+{
+    const double sum = scaled_sum(values, n, stride, 1);
+    if (isfinite(sum)) return sum;
+    double special = 0; /* inf, or NaN; else too large, perhaps on the way only */
+    for (int64_t i = 0; i < n; i++) special += isfinite(values[i * stride]) ? 0 : values[i * stride];
+    return special != 0 ? special : scaled_sum(values, n, stride, 0x1p-64) * 0x1p64;
 }
 
 static double mean_of(const double *v, int64_t n) { return grpo_exact_sum(v, n, 1) / (double)n; }

@@ -93,10 +93,10 @@ def test_singletons(backend: str) -> None:
         nan_policy="exclude",
     )
     raises(
-        "singleton: group 1 has one reward only, that of row 2; drop it, or pass singleton='zero' or 'raw'",
-        [3.0, 1.0, 2.0, 2.0],
-        group_ids=["a", "a", "b", "b"],
-        trajectory_ids=["t", "u", "v", "v"],
+        "singleton: group 1 has one reward only, that of row 3; drop it, or pass singleton='zero' or 'raw'",
+        [1.0, 1.0, 3.0, 2.0, 2.0],
+        group_ids=["a", "a", "a", "b", "b"],
+        trajectory_ids=["t", "t", "u", "v", "v"],
         singleton="error",
     )
 
@@ -191,7 +191,8 @@ def test_trajectory_errors() -> None:
         **ids,
     )
     raises(
-        "trajectory_ids: rows 0 and 2 are one trajectory but lie in two groups; give them one group, or ids that differ",
+        "trajectory_ids: rows 0 and 2 are one trajectory but lie in two groups; "
+        "give them one group, or ids that differ",
         [1.0, 0.0, 1.0, 0.0],
         **{**ids, "group_ids": [0, 0, 1, 1]},
     )

@@ -1,0 +1,414 @@
+"""A third opinion on the losses: padded, float64, differentiated by torch.
+
+Written from the papers and from what TRL 1.16.0 and verl 0.9.1 compute, not from the backends.
+:func:`evaluate` restates every surrogate, level, KL estimator, ratio factor and aggregation on
+(B, L) tensors. Masked slots are selected away before anything is computed from them.
+
+:func:`padded_numpy_loss_and_grad` is what people run today without torch: eager NumPy on (B, L)
+arrays. Benches measure against it. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from batches import Batch, pad
+
+# --- what the methods are made of ------------------------------------------------------------------
+
+#: loss_type -> surrogate, aggregation, level, by the frameworks' conventions.
+METHODS = {
+    "grpo": ("clip", "seq-mean-token-mean", "token"),
+    "bnpo": ("clip", "token-mean", "token"),
+    "dapo": ("clip", "token-mean", "token"),
+    "dr_grpo": ("clip", "seq-mean-token-sum-norm", "token"),
+    "gspo": ("clip", "seq-mean-token-mean", "sequence"),
+    "gspo_token": ("clip", "seq-mean-token-mean", "sequence_token"),
+    "luspo": ("clip", "seq-mean-token-sum", "sequence"),
+    "cispo": ("cispo", "token-mean", "token"),
+    "sapo": ("sapo", "seq-mean-token-mean", "token"),
+    "gpg": ("gpg", "token-mean", "token"),
+    "dro": ("dro", "token-mean", "token"),
+    "dppo_tv": ("dppo_tv", "token-mean", "token"),
+    "dppo_kl": ("dppo_kl", "token-mean", "token"),
+}
+
+EXP_BOUND = 300.0  # float64: beyond it an exp keeps the value and the slope it has there
+
+
+@lru_cache(maxsize=None)
+def _torch() -> Any:
+    import torch
+
+    torch.set_num_threads(1)  # the tensors are small
+    return torch
+
+
+def _exp(x: Any) -> Any:
+    """exp with saturation; one derivative only."""
+    value = x.detach().clamp(-EXP_BOUND, EXP_BOUND).exp()
+    return value + value * (x - x.detach())
+
+
+def _straight_through(value: Any, slope_of: Any) -> Any:
+    """``value``, with the gradient of ``slope_of``."""
+    return value.detach() + (slope_of - slope_of.detach())
+
+
+# --- surrogates: f(lam, logp, old_logp, A), every argument (B, L) ----------------------------------
+
+
+def _clip(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
+    torch = _torch()
+    low = 1 - o["epsilon"]
+    high = 1 + (o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"])
+    r = _exp(lam)
+    first = r if o["delta"] is None else r.clamp(max=o["delta"])
+    loss = torch.maximum(-first * adv, -r.clamp(low, high) * adv)
+    if o["dual_clip"] is not None:
+        bound = -o["dual_clip"] * adv
+        loss = torch.where((adv < 0) & (loss > bound), bound, loss)
+    return loss
+
+
+def _cispo(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
+    low, high = o["epsilon"], o["epsilon_high"]
+    if o["cispo_bound"] == "relative":
+        low = 0.2 if low is None else low
+        low, high = 1 - low, 1 + (low if high is None else high)
+    elif o["cispo_bound"] == "cap":
+        low, high = None, high
+    return -_exp(lam).detach().clamp(low, high) * adv * logp
+
+
+def _sapo(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
+    torch = _torch()
+    positive = torch.full_like(adv, o["sapo_temperature_pos"])  # torch.where of two numbers would be float32
+    tau = torch.where(adv > 0, positive, torch.full_like(adv, o["sapo_temperature_neg"]))
+    return -adv * torch.sigmoid(tau * (_exp(lam) - 1)) * 4 / tau
+
+
+def _gpg(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
+    return -adv * logp
+
+
+def _ratio(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
+    return -adv * _exp(lam)
+
+
+def _dro(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
+    return -(logp * adv - 0.5 * o["dro_beta"] * (logp - old) ** 2)
+
+
+def _dppo(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any], kind: str) -> Any:
+    torch = _torch()
+    low, high = o["epsilon"], o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"]
+    p, q = logp.detach().exp(), old.exp()
+    if kind == "tv":
+        keep = torch.where(adv > 0, p - q <= high, p - q >= -low)
+    else:
+        kl = q * (old - logp.detach()) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        keep = torch.where(adv > 0, (kl <= high) | (p <= q), (kl <= low) | (p >= q))
+    r = _exp(lam).detach()
+    return -adv * (r if o["delta"] is None else r.clamp(max=o["delta"])) * logp * keep
+
+
+SURROGATES: dict[str, Callable[..., Any]] = {
+    "clip": _clip,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "gpg": _gpg,
+    "ratio": _ratio,
+    "dro": _dro,
+    "dppo_tv": lambda *args: _dppo(*args, kind="tv"),
+    "dppo_kl": lambda *args: _dppo(*args, kind="kl"),
+}
+
+DEFAULTS: dict[str, Any] = {
+    "epsilon_high": None,
+    "delta": None,
+    "dual_clip": None,
+    "log_ratio_clamp": None,
+    "cispo_bound": "relative",
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "kl_estimator": "k3",
+    "kl_ratio_factor": "none",
+    "kl_clamp_in": None,
+    "kl_clamp_out": None,
+    "num_items_in_batch": None,
+    "num_processes": 1,
+    "num_sequences": None,
+    "num_groups": None,
+}
+
+
+def _epsilon(options: dict[str, Any], surrogate: str) -> float | None:
+    if options.get("epsilon") is not None:
+        return float(options["epsilon"])
+    return None if surrogate == "cispo" else 0.2
+
+
+# --- KL ---------------------------------------------------------------------------------------------
+
+
+def kl_term(logp: Any, ref: Any, estimator: str, clamp_in: float | None = None, clamp_out: float | None = None) -> Any:
+    """The estimator's value with the gradient autograd should see, of tensors."""
+    torch = _torch()
+    free = ref - logp
+    d = free if clamp_in is None else free.clamp(-clamp_in, clamp_in)
+    value = {
+        "k1": lambda: -d,
+        "k2": lambda: d**2 / 2,
+        "k3": lambda: _k3(d),
+        "abs": lambda: torch.abs(d),
+    }[estimator.removesuffix("+")]()
+    if clamp_out is not None:
+        value = value.clamp(-clamp_out, clamp_out)
+    return _straight_through(value, free**2 / 2) if estimator.endswith("+") else value
+
+
+def _k3(d: Any) -> Any:
+    # expm1 where subtraction would cancel; the linear term is not saturated
+    torch = _torch()
+    small = d.abs() < 1
+    near = torch.where(small, d, torch.zeros_like(d))
+    far = torch.where(small, torch.zeros_like(d), d)
+    return torch.where(small, torch.expm1(near) - near, _exp(far) - 1 - far)
+
+
+# --- the whole loss ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Opinion:
+    """What the library should return; arrays of tokens are flat, with 0 in slots that do not count."""
+
+    loss: float
+    grad: np.ndarray
+    per_completion: np.ndarray
+    metrics: dict[str, float]
+    loss_terms: float  # sum of the absolute terms of the loss
+    grad_terms: np.ndarray  # sum of the absolute terms of every gradient
+    grad_units: np.ndarray  # w |c A|: a surrogate's slope before its ratio, gate or clip makes it smaller
+    scale: float  # 1 / the largest weight of a completion: gradients are compared times this
+
+
+def weights(batch: Batch, mask: np.ndarray, mode: str, o: dict[str, Any]) -> np.ndarray:
+    """w_i, from the (B, L) mask."""
+    rows = len(mask)
+    counts = mask.sum(1)
+    sequences = o["num_sequences"] if o["num_sequences"] is not None else max(rows, 1)
+    each = np.maximum(counts, 1)
+    if mode == "token-mean":
+        items = o["num_items_in_batch"] if o["num_items_in_batch"] is not None else counts.sum()
+        return np.full(rows, o["num_processes"] / max(items, 1))
+    if mode == "token-sum":
+        return np.ones(rows)
+    if mode == "seq-mean-token-mean":
+        return 1.0 / (sequences * each)
+    if mode == "seq-mean-token-sum":
+        return np.full(rows, 1.0 / sequences)
+    if mode == "seq-mean-token-sum-norm":
+        length = o["loss_scale_factor"] if o.get("loss_scale_factor") is not None else o["max_completion_length"]
+        return np.full(rows, 1.0 / (sequences * length))
+    if mode == "prompt-mean":
+        names, group = np.unique(batch.group_ids, return_inverse=True)
+        tokens = np.bincount(group, counts, len(names))
+        prompts = o["num_groups"] if o["num_groups"] is not None else max(len(names), 1)
+        return 1.0 / (prompts * np.maximum(tokens, 1)[group])
+    raise KeyError(f"tests/reference.py has no aggregation {mode!r}")
+
+
+def evaluate(batch: Batch, options: dict[str, Any]) -> Opinion:
+    """The loss of a batch under options as :func:`batches.arguments` takes them."""
+    torch = _torch()
+    surrogate, mode, level = METHODS[options["loss_type"]]
+    o = {**DEFAULTS, **{k: v for k, v in options.items() if v is not None}}
+    mode, level = o.get("loss_agg_mode", mode), o.get("importance_sampling_level", level)
+    o["epsilon"] = _epsilon(options, surrogate)
+    with_old, with_ref = o.get("old", True), o.get("ref", True)
+    beta = o.get("beta", 0.04 if with_ref else 0.0)
+
+    dense = pad(batch)
+    mask_array = dense["slots"] >= 0
+    if o.get("use_mask", True):
+        mask_array &= dense["mask"]
+    mask = torch.from_numpy(mask_array)
+    width = mask.shape[1]
+
+    def tokens(name: str) -> Any:  # masked slots are replaced before anything is computed
+        array = torch.from_numpy(dense[name].astype(np.float64))
+        return torch.where(mask, array, torch.zeros_like(array))
+
+    def per_row(array: np.ndarray) -> Any:
+        return torch.from_numpy(np.asarray(array, np.float64))[:, None].expand(-1, width)
+
+    logp = tokens("logp").requires_grad_()
+    old = tokens("old_logp") if with_old else logp.detach()
+    advantage = o.get("advantage", "completion")
+    adv = torch.zeros(mask.shape, dtype=torch.float64)
+    if "completion" in advantage:
+        adv = adv + per_row(batch.advantages)
+    if "step" in advantage:
+        adv = adv + tokens("step_advantages")
+    if advantage == "token":
+        adv = adv + tokens("token_advantages")
+    weight = {"none": lambda: torch.ones(mask.shape, dtype=torch.float64), "token": lambda: tokens("token_weight"),
+              "completion": lambda: per_row(batch.completion_weight)}[o.get("weight", "none")]()  # fmt: skip
+
+    # log-ratios and levels
+    plain = torch.where(mask, logp - old, torch.zeros_like(logp))
+    clamp = o["log_ratio_clamp"]
+    held = plain if clamp is None else plain.clamp(-clamp, clamp)
+    counts = mask.sum(1, keepdim=True)
+    each = counts.clamp(min=1)
+
+    def levelled(x: Any) -> Any:
+        mean = (x.sum(1, keepdim=True) / each).expand(-1, width)
+        return {"token": lambda: x, "sequence": lambda: mean,
+                "sequence_token": lambda: _straight_through(mean, x)}[level]()  # fmt: skip
+
+    lam = levelled(held)
+    values = SURROGATES[surrogate](lam, logp, old, adv, o)
+    policy = torch.where(mask, weight * values, torch.zeros_like(values))
+    penalty = torch.zeros_like(policy)
+    separately = [policy]  # what adds up to a gradient, for the size of its terms
+    if with_ref:
+        k = kl_term(logp, tokens("ref_logp"), o["kl_estimator"], o["kl_clamp_in"], o["kl_clamp_out"])
+        rho = _exp(levelled(plain))
+        factor = {"none": torch.ones_like(rho), "ratio": rho, "ratio_detached": rho.detach()}[o["kl_ratio_factor"]]
+        penalty, *more = (torch.where(mask, part, torch.zeros_like(part))
+                          for part in (factor * k, factor.detach() * k, factor * k.detach().abs()))  # fmt: skip
+        separately += [beta * part for part in more]
+
+    w = weights(batch, mask_array, mode, o)
+    rows = torch.from_numpy(w)[:, None]
+
+    def gradient(part: Any) -> Any:
+        if part.requires_grad:
+            (result,) = torch.autograd.grad((rows * part).sum(), logp, retain_graph=True, allow_unused=True)
+            if result is not None:
+                return result
+        return torch.zeros_like(logp)
+
+    per_completion = (rows * (policy + beta * penalty)).sum(1).detach().numpy()
+
+    def flat(array: Any) -> np.ndarray:
+        result = np.zeros(len(batch.logp))
+        result[dense["slots"][mask_array]] = array.numpy()[mask_array]
+        return result
+
+    return Opinion(
+        loss=float(per_completion.sum()),
+        grad=flat(gradient(policy) + gradient(beta * penalty)),
+        per_completion=per_completion,
+        metrics=_metrics(lam, adv, penalty, policy, rows, mask, level, surrogate, o),
+        loss_terms=float((rows * (policy.abs() + (beta * penalty).abs())).sum().detach()),
+        grad_terms=flat(sum(gradient(part).abs() for part in separately)),
+        grad_units=flat((rows * weight * adv).abs()),
+        scale=1.0 / max(float(w.max(initial=0.0)), 1e-300),
+    )
+
+
+def _metrics(
+    lam: Any, adv: Any, penalty: Any, policy: Any, rows: Any, mask: Any, level: str, surrogate: str, o: dict[str, Any]
+) -> dict[str, float]:
+    """What people plot; ratios and clips count sequences at the sequence level. 0 counted tokens: left out."""
+    torch = _torch()
+    with torch.no_grad():
+        n = int(mask.sum())
+        result = {"tokens": float(n), "policy_loss": float((rows * policy).sum())}
+        if n == 0:
+            return result
+        result["kl"] = float(penalty.sum() / n)
+        counts = mask.sum(1)
+        full = counts > 0
+        if level == "token":
+            x = lam[mask]
+        else:
+            x = lam[:, 0][full]
+        r = _exp(x)
+        result["approx_kl"] = float((r - 1 - x).mean())
+        result["ppo_kl"] = float(-x.mean())
+        result["ratio/mean"], result["ratio/min"], result["ratio/max"] = float(r.mean()), float(r.min()), float(r.max())
+        result["ess"] = float(r.sum() ** 2 / (r**2).sum() / len(r))
+        if surrogate == "clip":
+            low, high = 1 - o["epsilon"], 1 + (o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"])
+            if o["delta"] is not None:
+                high = min(high, o["delta"])
+            ratio = _exp(lam)
+            below, above = (adv < 0) & (ratio < low) & mask, (adv > 0) & (ratio > high) & mask
+
+            def share(which: Any) -> float:
+                if level == "token":
+                    return float(which.sum()) / n
+                return float((which.sum(1)[full].double() / counts[full]).mean())
+
+            result["clip_ratio/low_mean"], result["clip_ratio/high_mean"] = share(below), share(above)
+            result["clip_ratio/region_mean"] = share(below | above)
+        return result
+
+
+# --- the baseline of the benches --------------------------------------------------------------------
+
+
+def padded_numpy_loss_and_grad(
+    logp: np.ndarray,
+    old_logp: np.ndarray,
+    ref_logp: np.ndarray,
+    advantages: np.ndarray,
+    mask: np.ndarray,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.04,
+) -> tuple[float, np.ndarray, dict[str, float]]:
+    """Clip + k3, sequence mean of token means, with the usual metrics, on (B, L) arrays and (B,) advantages.
+
+    Eager NumPy in the shape of TRL's ``_compute_loss``, with the gradient written out by hand;
+    dtype follows the inputs. Padding must hold finite numbers, as it does in TRL.
+    """
+    dtype = logp.dtype
+    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    mask = mask.astype(dtype)
+    adv = advantages.astype(dtype)[:, None]
+    rows = len(logp)
+    lengths = np.maximum(mask.sum(1), 1)
+
+    log_ratio = logp - old_logp
+    ratio = np.exp(log_ratio)
+    free, clipped = ratio * adv, np.clip(ratio, low, high) * adv
+    per_token = -np.minimum(free, clipped)
+    d = ref_logp - logp
+    e = np.exp(d)
+    kl = e - d - 1
+    per_token += beta * kl
+    loss = float(((per_token * mask).sum(1) / lengths).mean())
+
+    grad = np.where(free <= clipped, -free, 0)
+    grad += beta * (1 - e)
+    grad *= mask
+    grad /= lengths[:, None] * rows
+
+    n = max(float(mask.sum()), 1.0)
+    is_low, is_high = (ratio < low) & (adv < 0), (ratio > high) & (adv > 0)
+    counted = mask > 0
+    metrics = {
+        "kl": float((kl * mask).sum() / n),
+        "approx_kl": float(((ratio - 1 - log_ratio) * mask).sum() / n),
+        "ppo_kl": float(-(log_ratio * mask).sum() / n),
+        "clip_ratio/low_mean": float((is_low * mask).sum() / n),
+        "clip_ratio/high_mean": float((is_high * mask).sum() / n),
+        "clip_ratio/region_mean": float(((is_low | is_high) * mask).sum() / n),
+        "ratio/mean": float((ratio * mask).sum() / n),
+        "ratio/min": float(np.min(ratio, where=counted, initial=np.inf)),
+        "ratio/max": float(np.max(ratio, where=counted, initial=-np.inf)),
+        "ess": float((ratio * mask).sum() ** 2 / max(float((ratio**2 * mask).sum()), 1e-30) / n),
+    }
+    return loss, grad, metrics

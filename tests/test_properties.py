@@ -1,0 +1,334 @@
+"""What must hold for every batch and every combination of options, bit for bit where the design says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from batches import (
+    LONG,
+    Batch,
+    arguments,
+    away_from_kinks,
+    batches,
+    deleted,
+    frozen,
+    moved,
+    pad,
+    poisoned,
+    random_batch,
+    take,
+    with_row,
+)
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from options import kinks, options, whole_batch
+
+import grpo_fast as gf
+
+quick = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+seeds = st.integers(0, 2**32 - 1)
+
+
+def run(batch: Batch, chosen: dict[str, Any], backend: str, **more: Any) -> Any:
+    args, keywords = arguments(batch, chosen)
+    return gf.grpo_loss(*args, **{**keywords, **more}, backend=backend)
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The bits of a float array, with one kind of zero."""
+    array = np.ascontiguousarray(array) + 0.0
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def same(a: Any, b: Any, *, grad: bool = True) -> None:
+    """Two results agree to the last bit."""
+    assert a.loss == b.loss, (a.loss, b.loss)
+    np.testing.assert_array_equal(bits(a.per_completion), bits(b.per_completion))
+    assert a.metrics == b.metrics, {k: (v, b.metrics[k]) for k, v in a.metrics.items() if v != b.metrics[k]}
+    if grad:
+        np.testing.assert_array_equal(bits(a.grad), bits(b.grad))
+
+
+@quick
+@given(batch=batches(), chosen=options(), seed=seeds)
+def test_poison_where_nothing_counts(batch: Batch, chosen: dict[str, Any], seed: int, backend: str) -> None:
+    if not chosen["use_mask"]:  # then only the gaps may be poisoned
+        batch = replace(batch, mask=np.ones(len(batch.logp), bool))
+    clean = run(batch, chosen, backend)
+    same(clean, run(poisoned(batch, seed), chosen, backend))
+    assert np.isfinite(clean.grad).all()
+
+
+@quick
+@given(batch=batches(), chosen=options(), lead=st.integers(0, 70), trail=st.integers(0, 5))
+def test_position_in_the_buffer(batch: Batch, chosen: dict[str, Any], lead: int, trail: int, backend: str) -> None:
+    here, there = run(batch, chosen, backend), moved(batch, lead, trail)
+    result = run(there, chosen, backend)
+    same(here, result, grad=False)
+    np.testing.assert_array_equal(bits(here.grad[batch.inside]), bits(result.grad[there.inside]))
+    assert (result.grad[~there.inside] == 0).all()
+
+
+@quick
+@given(batch=batches(), chosen=options(), data=st.data())
+def test_order_of_completions(batch: Batch, chosen: dict[str, Any], data: Any, backend: str) -> None:
+    order = data.draw(st.permutations(range(batch.rows)))
+    here, shuffled = run(batch, chosen, backend), take(batch, order)
+    there = run(shuffled, chosen, backend)
+    assert here.loss == there.loss
+    assert here.metrics == there.metrics
+    np.testing.assert_array_equal(bits(here.per_completion[order]), bits(there.per_completion))
+    for row, before in enumerate(order):
+        a, b = batch.token_offsets[before : before + 2]
+        c, d = shuffled.token_offsets[row : row + 2]
+        np.testing.assert_array_equal(bits(here.grad[a:b]), bits(there.grad[c:d]))
+
+
+@quick
+@given(batch=batches(), chosen=options(), data=st.data())
+def test_parts_add_up(batch: Batch, chosen: dict[str, Any], data: Any, backend: str) -> None:
+    for name in ("num_items_in_batch", "num_sequences", "num_groups"):
+        chosen.pop(name, None)
+    shares = whole_batch(batch, chosen)
+    assume(shares is not None and batch.rows > 0)
+    chosen = {**chosen, **shares}
+    whole = run(batch, chosen, backend)
+    keys = batch.group_ids if chosen.get("loss_agg_mode") == "prompt-mean" else np.arange(batch.rows)
+    names = sorted(set(keys.tolist()))
+    part_of = dict(zip(names, data.draw(st.lists(st.integers(0, 2), min_size=len(names), max_size=len(names))), strict=True))
+    loss, grad, each = 0.0, np.zeros_like(whole.grad), np.zeros(batch.rows)
+    for part in range(3):
+        rows = [row for row in range(batch.rows) if part_of[keys[row]] == part]
+        piece = run(take(batch, rows), chosen, backend)
+        loss += piece.loss
+        each[rows] = piece.per_completion
+        slots = [np.arange(batch.token_offsets[row], batch.token_offsets[row + 1]) for row in rows]
+        grad[np.concatenate([np.zeros(0, int), *slots]).astype(int)] = piece.grad
+    np.testing.assert_array_equal(bits(each), bits(whole.per_completion))
+    np.testing.assert_array_equal(bits(grad), bits(whole.grad))
+    assert abs(loss - whole.loss) <= 1e-15 * np.abs(whole.per_completion).sum()
+
+
+@quick
+@given(batch=batches(), chosen=options(), row=st.integers(0, 5), seed=seeds)
+def test_neighbours(batch: Batch, chosen: dict[str, Any], row: int, seed: int, backend: str) -> None:
+    assume(row < batch.rows)
+    here, there = run(batch, chosen, backend), run(with_row(batch, row, seed), chosen, backend)
+    others = np.arange(batch.rows) != row
+    np.testing.assert_array_equal(bits(here.per_completion[others]), bits(there.per_completion[others]))
+    slots = batch.owner != row
+    np.testing.assert_array_equal(bits(here.grad[slots]), bits(there.grad[slots]))
+
+
+@quick
+@given(batch=batches(dtypes=[np.float64]), chosen=options())
+def test_masked_is_deleted(batch: Batch, chosen: dict[str, Any], backend: str) -> None:
+    chosen = {**chosen, "use_mask": True}
+    batch = away_from_kinks(batch, **kinks(chosen), level=chosen["importance_sampling_level"])
+    short, kept = deleted(batch)
+    here, there = run(batch, chosen, backend), run(short, {**chosen, "use_mask": False}, backend)
+    scale = max(1.0, float(np.abs(here.per_completion).sum()), float(np.abs(here.grad).sum()))
+    assert abs(here.loss - there.loss) <= 1e-12 * scale
+    np.testing.assert_allclose(here.per_completion, there.per_completion, rtol=1e-12, atol=1e-12 * scale)
+    most = float(np.abs(here.grad).max(initial=0.0))
+    np.testing.assert_allclose(here.grad[kept], there.grad, rtol=1e-12, atol=1e-12 * most)
+    without = np.ones(len(here.grad), bool)
+    without[kept] = False
+    assert (here.grad[without] == 0).all()
+    for name, value in here.metrics.items():
+        assert there.metrics[name] == pytest.approx(value, rel=1e-12, abs=1e-12 * scale), name
+
+
+@quick
+@given(batch=batches(), chosen=options(), power=st.sampled_from([-3, -1, 1, 5]))
+def test_weights_scale_the_surrogate_only(batch: Batch, chosen: dict[str, Any], power: int, backend: str) -> None:
+    chosen = {**chosen, "weight": "token"}
+    factor = 2.0**power
+    here = run(batch, chosen, backend)
+    there = run(replace(batch, token_weight=batch.token_weight * batch.logp.dtype.type(factor)), chosen, backend)
+    assert there.metrics["policy_loss"] == here.metrics["policy_loss"] * factor
+    assert there.metrics.get("kl") == here.metrics.get("kl")
+    if not chosen.get("ref", True) or chosen["beta"] == 0:
+        np.testing.assert_array_equal(bits(there.grad), bits(here.grad * here.grad.dtype.type(factor)))
+
+
+@quick
+@given(batch=batches(), chosen=options())
+def test_one_weight_a_row_is_that_weight_on_its_tokens(batch: Batch, chosen: dict[str, Any], backend: str) -> None:
+    rounded = batch.completion_weight.astype(batch.logp.dtype)
+    spread = np.ones_like(batch.token_weight)
+    spread[batch.inside] = np.repeat(rounded, batch.lengths)
+    batch = replace(batch, completion_weight=rounded.astype(np.float64), token_weight=spread)
+    a, b = (run(batch, {**chosen, "weight": level}, backend) for level in ("completion", "token"))
+    scale = float(np.abs(a.per_completion).sum()) + float(np.abs(a.grad).max(initial=0.0))
+    tolerance = 1e-12 if batch.logp.dtype == np.float64 else 1e-6
+    assert abs(a.loss - b.loss) <= tolerance * max(scale, 1.0) * (1 + a.metrics["ratio/max"])
+
+
+@quick
+@given(batch=batches(), chosen=options(advantages=("completion", "token")), left=st.booleans(), extra=st.integers(0, 40), seed=seeds)
+def test_padded_is_ragged(batch: Batch, chosen: dict[str, Any], left: bool, extra: int, seed: int, backend: str) -> None:
+    assume(batch.rows > 0)
+    args, keywords = arguments(batch, chosen)
+    ragged = gf.grpo_loss(*args, **keywords, backend=backend)
+    wide = pad(poisoned(batch, seed) if chosen["use_mask"] else batch, int(batch.lengths.max()) + extra, fill=np.nan, left=left)
+    inside = wide["slots"] >= 0
+    keywords["mask"] = wide["mask"] if chosen["use_mask"] else inside
+    if chosen["weight"] == "token":
+        keywords["token_weight"] = wide["token_weight"]
+    values = wide["token_advantages"] if chosen["advantage"] == "token" else batch.advantages
+    old, ref = (wide[name] if array is not None else None for name, array in zip(("old_logp", "ref_logp"), args[1:3], strict=True))
+    padded = gf.padded.grpo_loss(wide["logp"], old, ref, values, **keywords, backend=backend)
+    assert padded.grad.shape == wide["logp"].shape
+    assert (padded.grad[~keywords["mask"]] == 0).all()
+    flat = np.zeros_like(ragged.grad)
+    flat[wide["slots"][inside]] = padded.grad[inside]
+    if left:  # chunks are counted from the start of the row, so bits may differ
+        tight = 1e-12 if batch.logp.dtype == np.float64 else 2e-6
+        most = float(np.abs(ragged.grad).max(initial=0.0))
+        np.testing.assert_allclose(flat, ragged.grad, rtol=tight, atol=tight * most)
+    else:
+        same(replace(padded, grad=flat), ragged)
+
+
+@quick
+@given(batch=batches(long=True, max_rows=3), chosen=options())
+def test_threads(batch: Batch, chosen: dict[str, Any], backend: str) -> None:
+    one = run(batch, chosen, backend, n_threads=1)
+    for n in (2, 3, 7, -1, None):
+        same(one, run(batch, chosen, backend, n_threads=n))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_threads_within_one_giant_completion(dtype: Any, backend: str) -> None:
+    for level in ("token", "sequence", "sequence_token"):
+        batch = random_batch(21, [LONG[-1] * 4, 3], dtype=dtype, poison=True, lead=5)
+        chosen = {"importance_sampling_level": level, "kl_ratio_factor": "ratio", "weight": "token"}
+        one = run(batch, chosen, backend, n_threads=1)
+        for n in (2, 3, 5, 8):
+            same(one, run(batch, chosen, backend, n_threads=n))
+
+
+@quick
+@given(batch=batches(poison=True), chosen=options())
+def test_gaps_and_masked_slots_have_no_gradient(batch: Batch, chosen: dict[str, Any], backend: str) -> None:
+    result = run(batch, {**chosen, "use_mask": True}, backend)
+    assert (result.grad[~batch.counted] == 0).all()
+
+
+def check_nothing(result: Any) -> None:
+    assert result.loss == 0.0
+    assert (result.grad == 0).all()
+    assert (result.per_completion == 0).all()
+    assert all(np.isfinite(value) for value in result.metrics.values()), result.metrics
+    assert result.metrics["tokens"] == 0
+
+
+@quick
+@given(batch=batches(), chosen=options(), seed=seeds)
+def test_nothing_counts(batch: Batch, chosen: dict[str, Any], seed: int, backend: str) -> None:
+    nothing = poisoned(replace(batch, mask=np.zeros(len(batch.logp), bool)), seed)
+    nothing = replace(nothing, mask=np.zeros(len(batch.logp), bool))
+    check_nothing(run(nothing, {**chosen, "use_mask": True}, backend))
+
+
+@quick
+@given(chosen=options(), rows=st.sampled_from([0, 1, 3]), lead=st.integers(0, 3))
+def test_no_tokens(chosen: dict[str, Any], rows: int, lead: int, backend: str) -> None:
+    check_nothing(run(random_batch(1, [0] * rows, lead=lead, poison=True), chosen, backend))
+
+
+@quick
+@given(batch=batches(poison=True), chosen=options(), dtype=st.sampled_from([np.float32, np.float64]))
+def test_caller_owns_the_gradient(batch: Batch, chosen: dict[str, Any], dtype: Any, backend: str) -> None:
+    chosen = {name: value for name, value in chosen.items() if not name.startswith(("kl", "beta"))}
+    chosen.update(use_mask=True, ref=False)  # without KL no terms cancel, so one rounding is all that may differ
+    plain = run(batch, chosen, backend)
+    out = np.full(len(batch.logp), np.nan, dtype)
+    result = run(batch, chosen, backend, grad_out=out)
+    assert result.grad is out
+    same(plain, result, grad=False)
+    if dtype == plain.grad.dtype:
+        np.testing.assert_array_equal(bits(plain.grad), bits(out))
+    else:
+        np.testing.assert_allclose(out, plain.grad, rtol=1.2e-7, atol=1e-30)
+    assert (out[~batch.counted] == 0).all()
+
+
+@quick
+@given(batch=batches(), chosen=options())
+def test_without_gradient(batch: Batch, chosen: dict[str, Any], backend: str) -> None:
+    result = run(batch, chosen, backend, compute_grad=False)
+    assert result.grad is None
+    same(run(batch, chosen, backend), result, grad=False)
+
+
+@quick
+@given(batch=batches(poison=True), chosen=options())
+def test_inputs_are_only_read(batch: Batch, chosen: dict[str, Any], backend: str) -> None:
+    chosen = {**chosen, "use_mask": True}
+    before = {field.name: getattr(batch, field.name).copy() for field in fields(batch)}
+    plain = run(batch, chosen, backend)
+    same(plain, run(frozen(batch), chosen, backend))
+    for name, array in before.items():
+        np.testing.assert_array_equal(array, getattr(batch, name))
+
+
+def every_other(array: np.ndarray) -> np.ndarray:
+    wide = np.zeros(2 * len(array), array.dtype)
+    wide[::2] = array
+    return wide[::2]
+
+
+def backwards(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array[::-1])[::-1]
+
+
+def other_byte_order(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype == bool else array.astype(array.dtype.newbyteorder())
+
+
+def unaligned(array: np.ndarray) -> np.ndarray:
+    raw = np.zeros(array.nbytes + 1, np.uint8)
+    view = raw[1 : array.nbytes + 1].view(array.dtype)
+    view[:] = array
+    return view
+
+
+@quick
+@given(batch=batches(), chosen=options(), way=st.sampled_from([every_other, backwards, other_byte_order, unaligned]))
+def test_layout_in_memory(batch: Batch, chosen: dict[str, Any], way: Callable[[np.ndarray], np.ndarray], backend: str) -> None:
+    strange = Batch(**{field.name: way(getattr(batch, field.name)) for field in fields(batch)})
+    same(run(batch, chosen, backend), run(strange, chosen, backend))
+
+
+@quick
+@given(batch=batches(dtypes=[np.float64], max_rows=3), chosen=options())
+def test_lists_are_arrays(batch: Batch, chosen: dict[str, Any], backend: str) -> None:
+    assume(batch.lengths.sum() < 100)
+    args, keywords = arguments(batch, chosen)
+    lists = [None if a is None else np.asarray(a).tolist() for a in args]
+    keywords = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in keywords.items()}
+    same(run(batch, chosen, backend), gf.grpo_loss(*lists, **keywords, backend=backend))
+
+
+@quick
+@given(batch=batches(), chosen=options(advantages=("step", "completion+step")))
+def test_steps_are_their_tokens(batch: Batch, chosen: dict[str, Any], backend: str) -> None:
+    from batches import steps_per_token
+
+    per_token = steps_per_token(batch)
+    if chosen["advantage"] == "completion+step":
+        per_token[batch.inside] += np.repeat(batch.advantages, batch.lengths)
+    spread = replace(batch, token_advantages=per_token)
+    a = run(batch, chosen, backend)
+    b = run(spread, {**chosen, "advantage": "token"}, backend)
+    if batch.logp.dtype == np.float64:
+        same(a, b)
+    else:  # token advantages of float64 are used as such
+        scale = float(np.abs(a.per_completion).sum()) + 1.0
+        assert abs(a.loss - b.loss) <= 1e-6 * scale * (1 + a.metrics["ratio/max"])

@@ -1,0 +1,54 @@
+"""The README's examples run and give what it shows."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+def test_python_blocks() -> None:
+    result = doctest.testfile(str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted > 10
+    assert result.failed == 0
+
+
+def _commands() -> list[tuple[str, str]]:
+    """Each shell command of the README with the output shown under it."""
+    blocks = re.findall(r"```console\n(.*?)```", README.read_text(), re.DOTALL)
+    return [(block.splitlines()[0][2:], "\n".join(block.splitlines()[1:])) for block in blocks]
+
+
+def _settled(text: str) -> str:
+    """Without what differs from run to run: seconds, and how wide the columns are."""
+    text = re.sub(r"\d+\.\d+ ?(s|seconds)\b", "N s", text)
+    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+
+
+def test_first_command_prints_what_is_shown(tmp_path: Path) -> None:
+    if importlib.util.find_spec("cyclopts") is None or importlib.util.find_spec("pyarrow") is None:
+        pytest.skip("needs the cli extra")
+    command, shown = _commands()[0]
+    install, *rest = command.split(" && ")
+    assert install.startswith("pip install")
+    # the command as a reader types it, with this Python's module in place of the script
+    script = " && ".join(part.replace("grpo-fast", f"{sys.executable} -m grpo_fast", 1) for part in rest)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100"}
+    shell = shutil.which("bash") or "/bin/sh"
+    run = subprocess.run([shell, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert _settled(run.stdout) == _settled(shown)
+
+
+def test_second_command_is_the_test_command() -> None:
+    assert _commands()[1][0] == "pip install '.[test]' && pytest"

@@ -15,7 +15,6 @@ from options import KL_CLAMPS, kinks, variants
 import grpo_fast as gf
 from grpo_fast import tables
 
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 SINGLE = 2e-7
 
 
@@ -59,7 +58,6 @@ def test_single_precision(method: str, level: str) -> None:
             assert result.grad.dtype == np.float32
 
 
-@each_backend
 @pytest.mark.parametrize("d", [1e-6, 1e-4, 1e-3, 0.02, 0.4, 0.999, 1.001, 3.0, 20.0, -1e-5, -1e-3, -0.3, -0.999, -1.001, -8.0, -60.0])
 def test_k3_keeps_its_digits(d: float, backend: str) -> None:
     for dtype, digits in ((np.float32, 1.2e-6), (np.float64, 2e-15)):
@@ -134,7 +132,6 @@ def sixteen_bit() -> list[Any]:
     return kinds
 
 
-@each_backend
 @pytest.mark.parametrize("kind", sixteen_bit(), ids=lambda kind: np.dtype(kind).name)
 def test_16_bit_input(kind: Any, backend: str) -> None:
     batch = random_batch(51, [17, 0, 40, 300], lead=2)
@@ -154,7 +151,6 @@ def test_16_bit_input(kind: Any, backend: str) -> None:
         np.testing.assert_array_equal(out.astype(np.float32), c.grad.astype(np.float32))
 
 
-@each_backend
 @pytest.mark.parametrize("kind", [*sixteen_bit(), np.float32], ids=lambda kind: np.dtype(kind).name)
 def test_narrow_gradients_saturate(kind: Any, backend: str) -> None:
     logp, old = np.array([-0.5, -0.5]), np.array([-250.5, -250.5])
@@ -167,7 +163,6 @@ def test_narrow_gradients_saturate(kind: Any, backend: str) -> None:
     np.testing.assert_array_equal(grad, [largest, -largest])
 
 
-@each_backend
 def test_mixed_precision_is_the_widest(backend: str) -> None:
     batch = random_batch(61, [5, 9, 300])
     for name in ("logp", "old_logp", "ref_logp"):
@@ -180,7 +175,6 @@ def test_mixed_precision_is_the_widest(backend: str) -> None:
         np.testing.assert_array_equal(a.grad, b.grad.astype(mixed.logp.dtype))
 
 
-@each_backend
 def test_kl_dtypes(backend: str) -> None:
     for kind in (np.float32, np.float64, *sixteen_bit()):
         value, slope = gf.kl(np.array([-1.0, -0.5], kind), np.array([-0.75, -1.0], kind), kl_estimator="k2", backend=backend)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import BACKENDS, random_batch
+from batches import random_batch
 
 import grpo_fast as gf
 from grpo_fast import tables
@@ -423,7 +423,6 @@ def needs(bug: Bug) -> None:
         pytest.skip(f"loss_type {bug.options['loss_type']!r} is not in the tables")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bug", [b for kind in LOSSES.values() for b in kind],
                          ids=[f"{kind}-{b.tag}-{i}" for kind, bugs in LOSSES.items() for i, b in enumerate(bugs)])  # fmt: skip
 def test_losses(bug: Bug, backend: str) -> None:
@@ -447,7 +446,6 @@ def test_losses(bug: Bug, backend: str) -> None:
         np.testing.assert_array_equal(grad, result.grad, err_msg=f"{bug.what}, cut {cut}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_step_level_advantages(backend: str) -> None:
     # trl#3090: one number a sample was all there was
     r = np.array([1.1, 0.9, 1.3, 0.85, 1.05, 1, 0.95])
@@ -461,7 +459,6 @@ def test_step_level_advantages(backend: str) -> None:
     np.testing.assert_allclose(result.grad, expected, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_slices_keep_the_buffer_of_the_whole(backend: str) -> None:
     # apache/arrow: offsets of a sliced list column start above 0
     r = np.array([1.1, 0.9, 1.3, 0.85, 1.05])
@@ -473,7 +470,6 @@ def test_slices_keep_the_buffer_of_the_whole(backend: str) -> None:
     np.testing.assert_array_equal(sliced.grad, np.r_[0, 0, plain.grad, 0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_holds_garbage(backend: str) -> None:
     # verl#6475, pytorch/rl: what stands in the padding reaches the loss, or the mean of the KL
     garbage = [nan, inf, -1e30]
@@ -506,7 +502,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tag", "what", "change", "name"), REFUSED, ids=[row[1] for row in REFUSED])
 def test_refused(tag: str, what: str, change: dict[str, Any], name: str, backend: str) -> None:
     arguments: dict[str, Any] = {
@@ -522,7 +517,6 @@ def test_refused(tag: str, what: str, change: dict[str, Any], name: str, backend
 # --- dtypes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_mixed_precision_keeps_the_whole_gradient(backend: str) -> None:
     # products compared in two precisions: half the gradient is lost while the loss agrees to 1e-8
     for dtype in (np.float32, np.float64):
@@ -533,7 +527,6 @@ def test_mixed_precision_keeps_the_whole_gradient(backend: str) -> None:
         np.testing.assert_allclose(n * result.grad.astype(np.float64), 0.285, rtol=4e-7)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_ratio_of_exp_120(backend: str) -> None:
     # trl#3015: inf in float32, and the unused branch poisons the gradient
     logp = np.array([-0.5, -0.5, -0.5], np.float32)
@@ -543,7 +536,6 @@ def test_float32_ratio_of_exp_120(backend: str) -> None:
     np.testing.assert_allclose(result.grad, [0, -1 / 3, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_k3_of_near_policies(backend: str) -> None:
     # verl#1779: exp(d) - d - 1 leaves nothing of d^2/2 in float32
     for d in (1e-3, -1e-3, 3e-4, 0.1, -0.7):
@@ -556,7 +548,6 @@ def test_float32_k3_of_near_policies(backend: str) -> None:
         assert float(result.grad[0]) == pytest.approx(slope, rel=1e-6), d
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_16_bit_inputs_compute_wider(backend: str) -> None:
     # verl#6280, prime-rl#568: the difference of two bfloat16 numbers was exponentiated in bfloat16
     logp, old = [-0.5, -1.0, -2.0, -0.25], [-0.625, -0.9375, -2.0, -0.5]  # exact in 16 bits of either kind
@@ -581,7 +572,6 @@ def _have(module: str) -> bool:
     return find_spec(module) is not None
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_integer_and_mask_types_agree(backend: str) -> None:
     # slime#2114: a mask of another type becomes an index; NeMo-RL: cu_seqlens are int32
     batch = random_batch(3, [3, 0, 5])
@@ -702,7 +692,6 @@ def _available(name: str, keywords: dict[str, Any]) -> Any:
     return function
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tag", "what", "rewards", "options", "expected"), GROUPS, ids=[f"{row[0]}-{row[1]}" for row in GROUPS])
 def test_groups(tag: str, what: str, rewards: Any, options: dict[str, Any], expected: Any, backend: str) -> None:
     function = _available("group_advantages", options)
@@ -719,7 +708,6 @@ EQUAL = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tag", "rewards", "dtype"), EQUAL, ids=[f"{row[0]}-{row[2].__name__}" for row in EQUAL])
 def test_equal_rewards_give_exactly_zero(tag: str, rewards: list[float], dtype: Any, backend: str) -> None:
     function = _available("group_advantages", {})
@@ -740,7 +728,6 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tag", "dtype", "rewards", "options", "expected"), NARROW, ids=[f"{r[1]}-{i}" for i, r in enumerate(NARROW)])
 def test_narrow_rewards(tag: str, dtype: str, rewards: Any, options: dict[str, Any], expected: Any, backend: str) -> None:
     function = _available("group_advantages", options)
@@ -820,7 +807,6 @@ def _steps(steps: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[tuple[
     return (*flat, np.cumsum([0, *map(len, ends)]), np.cumsum([0, *lengths])), keywords
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tag", "what", "steps", "options", "expected"), PROCESS, ids=[f"{row[0]}-{row[1]}" for row in PROCESS])
 def test_process(tag: str, what: str, steps: Any, options: dict[str, Any], expected: Any, backend: str) -> None:
     args, keywords = _steps(steps, options)
@@ -828,7 +814,6 @@ def test_process(tag: str, what: str, steps: Any, options: dict[str, Any], expec
     np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-12, err_msg=what)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_steps_give_exactly_zero(backend: str) -> None:
     args, keywords = _steps(([[0.1] * 3, [0.1] * 2, [0.1]], [[0, 1, 2], [0, 2], [1]], [3, 3, 2]), {"eps": 1e-8})
     result = _available("process_advantages", keywords)(*args, **keywords, backend=backend)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from batches import (
-    BACKENDS,
     LONG,
     Batch,
     arguments,
@@ -30,7 +29,6 @@ from options import kinks, options, whole_batch
 
 import grpo_fast as gf
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 quick = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 seeds = st.integers(0, 2**32 - 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -176,7 +177,9 @@ class Rollouts:
             steps, new["step_offsets"] = _gather(self.step_offsets, index)
             new |= {name: column[steps] for name, column in self._given("step_ends", "step_rewards").items()}
             if self.step_groups is not None:
-                new["step_groups"] = label_groups("step_groups", self.step_groups, len(self.step_ends), "step").codes[steps]
+                new["step_groups"] = label_groups("step_groups", self.step_groups, len(self.step_ends), "step").codes[
+                    steps
+                ]
         if self.rewards is not None:
             new["rewards"] = self.rewards[index]
         if self.trajectory_ids is not None:
@@ -210,11 +213,15 @@ class Rollouts:
         if mask is not None:
             arrays["mask"] = check.any_array("mask", mask)
         if not arrays:
-            raise ValueError(f"mask: nothing tells how long the completions are; pass mask or one of {', '.join(TOKEN_COLUMNS)}")
+            raise ValueError(
+                f"mask: nothing tells how long the completions are; pass mask or one of {', '.join(TOKEN_COLUMNS)}"
+            )
         first, shape = next((name, array.shape) for name, array in arrays.items())
         for name, array in arrays.items():
             if array.shape != shape or array.ndim < 2:
-                raise ValueError(f"{name}: expected shape (..., L) like {first} {shape}, got {array.shape}; reshape or slice it")
+                raise ValueError(
+                    f"{name}: expected shape (..., L) like {first} {shape}, got {array.shape}; reshape or slice it"
+                )
         n, width = int(np.prod(shape[:-1])), shape[-1]
         keep = np.ones((n, width), bool)
         holes = False
@@ -228,7 +235,9 @@ class Rollouts:
         others = {name: value for name, value in columns.items() if name not in arrays}
         return cls(token_offsets=_offsets(keep.sum(axis=1)), **flat, **others)
 
-    def to_padded(self, name: str, *, fill: float = 0, side: str = "right", length: int | None = None) -> npt.NDArray[Any]:
+    def to_padded(
+        self, name: str, *, fill: float = 0, side: str = "right", length: int | None = None
+    ) -> npt.NDArray[Any]:
         """A token column as (n_completions, L), padded with ``fill`` on the ``side`` "right" or "left".
 
         ``length`` is L; None: the longest completion. Raises ValueError where a completion is longer.
@@ -240,7 +249,9 @@ class Rollouts:
         width = int(lengths.max(initial=0)) if length is None else check.integer("length", length, least=0)
         if (lengths > width).any():
             at = int(np.argmax(lengths > width))
-            raise ValueError(f"length: completion {at} has {lengths[at]} tokens, more than {width}; pass a larger length")
+            raise ValueError(
+                f"length: completion {at} has {lengths[at]} tokens, more than {width}; pass a larger length"
+            )
         column = getattr(self, name)
         slots = np.arange(width)
         used = slots < lengths[:, None] if side == "right" else slots >= width - lengths[:, None]
@@ -269,7 +280,9 @@ class Rollouts:
         tokens, token_offsets = _concatenate(columns, TOKEN_COLUMNS)
         steps, step_offsets = _concatenate(columns, STEP_COLUMNS)
         if token_offsets is None:
-            raise ValueError(f"logp: nothing tells how long the completions are; pass one of {', '.join(TOKEN_COLUMNS)}")
+            raise ValueError(
+                f"logp: nothing tells how long the completions are; pass one of {', '.join(TOKEN_COLUMNS)}"
+            )
         others = {name: value for name, value in columns.items() if name not in {*TOKEN_COLUMNS, *STEP_COLUMNS}}
         if step_offsets is not None:
             others["step_offsets"] = step_offsets
@@ -281,7 +294,7 @@ class Rollouts:
         self._need(name)
         offsets = self.token_offsets if name in TOKEN_COLUMNS else self.step_offsets
         column = getattr(self, name)
-        return [column[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        return [column[a:b] for a, b in itertools.pairwise(offsets)]
 
     # ---- Arrow ----
 
@@ -319,18 +332,25 @@ class Rollouts:
             jagged["mask"] = mask
         padded = [name for name in columns if name in TOKEN_COLUMNS and name not in jagged]
         if padded or not all(getattr(value, "is_nested", False) for value in jagged.values()):
-            raise ValueError(f"{(padded or ['mask'])[0]}: expected a jagged tensor like {next(iter(jagged))}, got a padded one; convert it")
+            raise ValueError(
+                f"{(padded or ['mask'])[0]}: expected a jagged tensor like {next(iter(jagged))}, got a padded one; "
+                "convert it"
+            )
         first, base = None, None
         flat: dict[str, Any] = {}
         for name, value in jagged.items():
             if name not in TOKEN_COLUMNS:
-                raise ValueError(f"{name}: only token columns are jagged tensors ({', '.join(TOKEN_COLUMNS)}); pass it flat")
+                raise ValueError(
+                    f"{name}: only token columns are jagged tensors ({', '.join(TOKEN_COLUMNS)}); pass it flat"
+                )
             values, offsets = _of_jagged(value)
             if base is None:
                 first, base = name, offsets
             elif not np.array_equal(base, offsets):
                 at = int(np.argmax(np.diff(base) != np.diff(offsets))) if len(base) == len(offsets) else 0
-                raise ValueError(f"{name}: completion {at} has another length than in {first}; check that both come from one batch")
+                raise ValueError(
+                    f"{name}: completion {at} has another length than in {first}; check that both come from one batch"
+                )
             flat[name] = values
         others = {name: value for name, value in columns.items() if name not in jagged}
         return cls(token_offsets=base, **flat, **others)
@@ -369,15 +389,21 @@ def _concatenate(columns: Mapping[str, Any], names: Sequence[str]) -> tuple[dict
     for name in names:
         if columns.get(name) is None:
             continue
-        parts = list(columns[name]) if name == "step_groups" else [check.any_array(name, part) for part in columns[name]]
+        parts = (
+            list(columns[name]) if name == "step_groups" else [check.any_array(name, part) for part in columns[name]]
+        )
         lengths = np.array([len(part) for part in parts], np.int64)
         if base is None:
             first, base = name, lengths
         elif len(lengths) != len(base):
-            raise ValueError(f"{name}: has {len(lengths)} completions where {first} has {len(base)}; pass one list per completion")
+            raise ValueError(
+                f"{name}: has {len(lengths)} completions where {first} has {len(base)}; pass one list per completion"
+            )
         elif (lengths != base).any():
             at = int(np.argmax(lengths != base))
-            raise ValueError(f"{name}: completion {at} has {lengths[at]} entries where {first} has {base[at]}; cut them alike")
+            raise ValueError(
+                f"{name}: completion {at} has {lengths[at]} entries where {first} has {base[at]}; cut them alike"
+            )
         full = [part for part in parts if len(part)]
         if name == "step_groups":  # labels: an array would make 1 and "1" the same
             flat[name] = [label for part in columns[name] for label in part]

@@ -66,7 +66,9 @@ def test_take_keeps_everything_together() -> None:
 def test_what_it_computes_is_what_the_functions_compute() -> None:
     rollouts = batch()
     advantages = rollouts.group_advantages(scale="none")
-    np.testing.assert_array_equal(advantages, gf.group_advantages([1.0, 0.5, 0.0], group_ids=["a", "b", "a"], scale="none"))
+    np.testing.assert_array_equal(
+        advantages, gf.group_advantages([1.0, 0.5, 0.0], group_ids=["a", "b", "a"], scale="none")
+    )
     result = rollouts.loss(advantages, loss_type="dapo")
     want = gf.grpo_loss(rollouts.logp, rollouts.old_logp, None, advantages, rollouts.token_offsets, loss_type="dapo")
     assert result.loss == want.loss
@@ -95,9 +97,13 @@ def test_torch_round_trip() -> None:
     np.testing.assert_array_equal(again.logp, rollouts.logp)
     np.testing.assert_array_equal(again.token_offsets, rollouts.token_offsets)
     assert np.shares_memory(gf.Rollouts.from_torch(logp=jagged).logp, jagged.values().numpy())
-    padded = gf.Rollouts.from_torch(torch.tensor(rollouts.padding_mask()), logp=torch.tensor(rollouts.to_padded("logp")))
+    padded = gf.Rollouts.from_torch(
+        torch.tensor(rollouts.padding_mask()), logp=torch.tensor(rollouts.to_padded("logp"))
+    )
     np.testing.assert_array_equal(padded.logp, rollouts.logp)
-    bfloat = gf.Rollouts.from_torch(torch.ones(2, 3, dtype=torch.bool), logp=torch.full((2, 3), -0.5, dtype=torch.bfloat16))
+    bfloat = gf.Rollouts.from_torch(
+        torch.ones(2, 3, dtype=torch.bool), logp=torch.full((2, 3), -0.5, dtype=torch.bfloat16)
+    )
     assert bfloat.logp.dtype == np.float32
 
 

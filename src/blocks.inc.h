@@ -241,11 +241,11 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
         for (int k = first; k < last; k++) {
             const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
             surrogate += on * c * b->value[k];
-            /* 0 * NaN and 0 * inf are NaN: what is not finite shows in the sum, whatever the formulas made of it */
-            kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k]);
             slopes += on * c * b->dlam[k];
             const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
             b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
+            /* 0 * NaN and 0 * inf are NaN: what is not finite, or overflows float32, shows in the sum, whatever came of it */
+            kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k] + (REAL_IS_DOUBLE ? 0 : b->grad[k]));
         }
         stats[STAT_SURROGATE] += (double)surrogate;
         stats[STAT_KL] += (double)kl;

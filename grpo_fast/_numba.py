@@ -1267,6 +1267,8 @@ def _exact_sum(values, scale, partials):
                 partials[kept] = low
                 kept += 1
             x = high
+        if not math.isfinite(x):  # too large on the way
+            return math.nan
         partials[kept] = x
         n = kept + 1
     if special != 0.0:  # inf, or NaN
@@ -1297,7 +1299,7 @@ def _sum(values, partials):
     return total
 
 
-_PARTIALS = 64  # doubles that do not overlap: fewer than 2100 / 53
+_PARTIALS = 2100  # doubles that do not overlap, of a bit each at worst: 2098 bits from 2^-1074 to 2^1023
 
 
 @_exact_kernel

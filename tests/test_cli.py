@@ -274,7 +274,8 @@ def test_trajectories_count_once(run, tmp_path):
     code, _, errors = run("advantages", tmp_path / "in", "-o", tmp_path / "out2.arrow")
     assert code == 1 and errors == (
         "error: trajectory_ids: rows 0 and 1 are one trajectory but lie in two groups; give them one group, or ids "
-        "that differ (--columns trajectory=prompt_id,trajectory_id makes them differ, --columns trajectory= ignores them)\n"
+        "that differ (--columns trajectory=prompt_id,trajectory_id makes them differ, "
+        "--columns trajectory= ignores them)\n"
     )
     named = "trajectory=prompt_id,trajectory_id"
     assert run("advantages", tmp_path / "in", "-o", tmp_path / "out2.arrow", "--columns", named)[0] == 0
@@ -294,6 +295,17 @@ def test_training_steps_and_files(run, tmp_path):
         "single_groups": 0, "excluded_rows": 0, "unscored_rows": None, "tokens": 16, "steps": 12,
     }  # fmt: skip
     assert len(column(tmp_path / "out.arrow", "advantage")) == 8
+
+
+def test_groups_across_row_groups_and_files(run, file, tmp_path):
+    assert run("advantages", file, "-o", tmp_path / "whole.arrow", "--kind", "both", "--level", "step")[0] == 0
+    pq.write_table(rollouts().slice(0, 3), tmp_path / "p.parquet", row_group_size=1)
+    io.write_table(rollouts().slice(3), tmp_path / "q.arrow")
+    parts = (tmp_path / "p.parquet", tmp_path / "q.arrow")
+    assert run("advantages", *parts, "-o", tmp_path / "parts.arrow", "--kind", "both", "--level", "step")[0] == 0
+    whole, joined = io.read_table(tmp_path / "whole.arrow"), io.read_table(tmp_path / "parts.arrow")
+    for name in ("advantage", "step_advantages"):
+        assert joined[name].to_pylist() == whole[name].to_pylist()
 
 
 def test_no_rows_at_all(run, tmp_path):

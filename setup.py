@@ -1,7 +1,8 @@
 """Builds the one extension; everything else is in pyproject.toml.
 
 GRPO_FAST_NATIVE=0 leaves the extension out, =1 makes its failure an error (default: build it where a
-compiler works, say so where not). GRPO_FAST_SANITIZE=address|undefined|thread and GRPO_FAST_DEBUG=1 are for development.
+compiler works, say so where not). GRPO_FAST_SANITIZE=address|undefined|thread and GRPO_FAST_DEBUG=1 are for
+development.
 """
 
 import os
@@ -61,7 +62,17 @@ class BuildNative(build_ext):
 def extensions() -> list[Extension]:
     if NATIVE == "0":
         return []
-    headers = ["contract.h", "dispatch.h", "isa.inc.h", "formulas.inc.h", "blocks.inc.h", "fused.inc.h", "native.h", "pools.h", "threads.h"]
+    headers = [
+        "contract.h",
+        "dispatch.h",
+        "isa.inc.h",
+        "formulas.inc.h",
+        "blocks.inc.h",
+        "fused.inc.h",
+        "native.h",
+        "pools.h",
+        "threads.h",
+    ]
     return [
         Extension(
             "grpo_fast._native",

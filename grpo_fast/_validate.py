@@ -59,7 +59,9 @@ def any_array(name: str, values: Any) -> npt.NDArray[Any]:
     try:
         return np.asarray(values)
     except (ValueError, TypeError) as error:
-        raise TypeError(f"{name}: expected an array, got {type(values).__name__} ({error}); pass one flat array") from None
+        raise TypeError(
+            f"{name}: expected an array, got {type(values).__name__} ({error}); pass one flat array"
+        ) from None
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
@@ -87,7 +89,8 @@ def log_probs(name: str, values: Any) -> npt.NDArray[Any]:
         array = array.astype(np.float64)
     if not is_float(array.dtype):
         raise TypeError(
-            f"{name}: expected float16, bfloat16, float32 or float64, got {array.dtype}; convert with .astype(np.float32)"
+            f"{name}: expected float16, bfloat16, float32 or float64, got {array.dtype}; "
+            "convert with .astype(np.float32)"
         )
     _check_ndim(name, array, 1)
     return array
@@ -97,7 +100,9 @@ def token_matrix(name: str, values: Any) -> npt.NDArray[Any]:
     """Log-probabilities of shape (..., L), at least two dimensions, C-contiguous."""
     array = any_array(name, values)
     if array.ndim < 2:
-        raise ValueError(f"{name}: expected shape (..., L) with one row per completion, got {array.shape}; add a dimension")
+        raise ValueError(
+            f"{name}: expected shape (..., L) with one row per completion, got {array.shape}; add a dimension"
+        )
     return np.ascontiguousarray(log_probs(name, array.reshape(-1)).reshape(array.shape))
 
 
@@ -116,7 +121,9 @@ def _check_ndim(name: str, array: npt.NDArray[Any], ndim: int) -> None:
 def length(name: str, array: npt.NDArray[Any], expected: int, unit: str) -> None:
     """``len(array) == expected``, one entry per ``unit``."""
     if len(array) != expected:
-        raise ValueError(f"{name}: expected one entry per {unit} ({expected}), got {len(array)}; check which array is cut")
+        raise ValueError(
+            f"{name}: expected one entry per {unit} ({expected}), got {len(array)}; check which array is cut"
+        )
 
 
 def integers(name: str, values: Any) -> Int:
@@ -165,8 +172,8 @@ def step_ends(ends: Int, step_offsets: Int, lengths: Int, name: str = "step_ends
     if outside.any():
         at = int(np.argmax(outside))
         raise ValueError(
-            f"{name}: {name}[{first + at}]={used[at]} is outside completion {owner[at]} of length {lengths[owner[at]]}; "
-            f"a step's end is the index of its last token within the completion"
+            f"{name}: {name}[{first + at}]={used[at]} is outside completion {owner[at]} of length "
+            f"{lengths[owner[at]]}; a step's end is the index of its last token within the completion"
         )
     if len(used) > 1:
         disorder = (owner[1:] == owner[:-1]) & (used[1:] <= used[:-1])

@@ -7,8 +7,9 @@ import shutil
 from importlib import resources
 from pathlib import Path
 
-_ARROW = (".arrow", ".feather", ".ipc")
-SUFFIXES = (".parquet", *_ARROW)
+from .output import SUFFIXES, complete
+
+__all__ = ["SUFFIXES", "demo_file", "write_demo"]
 
 
 def demo_file() -> Path:
@@ -23,27 +24,17 @@ def write_demo(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path
 
     Raises
     ------
-    ValueError  where the suffix is none of :data:`SUFFIXES`, the directory is missing, or the file exists and
-        ``overwrite`` is false
+    ValueError  where the suffix is none of :data:`SUFFIXES`, the directory is missing or read-only, or the file
+        exists and ``overwrite`` is false
+    OSError  where the system does not write
     ImportError  where an Arrow file is asked for without pyarrow
     """
     out = Path(path)
-    suffix = out.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"OUT: unknown suffix {out.suffix!r} of {out}; supported are {', '.join(SUFFIXES)}")
-    if not out.parent.is_dir():
-        raise ValueError(f"OUT: the directory {out.parent} does not exist; create it or write somewhere else")
-    if out.exists() and not overwrite:
-        raise ValueError(f"OUT: {out} already exists; pass overwrite=True (--overwrite) or another name")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        if suffix in _ARROW:
-            _convert(temporary)
-        else:
+    with complete(out, overwrite=overwrite, inputs=[demo_file()]) as temporary:
+        if out.suffix.lower() == ".parquet":
             shutil.copyfile(demo_file(), temporary)
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+        else:
+            _convert(temporary)
     return out
 
 

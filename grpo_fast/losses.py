@@ -228,7 +228,9 @@ def evaluate(
         None if values is None else _log_probs(name, values, ranges.n_slots)
         for name, values in (("old_logp", old_logp), ("ref_logp", ref_logp))
     )
-    dtype = np.dtype(np.float64 if any(a is not None and a.dtype == np.float64 for a in (logp, old, ref)) else np.float32)
+    dtype = np.dtype(
+        np.float64 if any(a is not None and a.dtype == np.float64 for a in (logp, old, ref)) else np.float32
+    )
     plan, aggregation, denominators = resolve(
         loss_type, options, has_reference=ref is not None, dtype=dtype, width=ranges.width
     )
@@ -320,7 +322,9 @@ def _advantages(
     steps = advantages if level == "step" else step_advantages
     layout = (step_offsets, step_ends)
     if steps is None and any(a is not None for a in layout):
-        raise ValueError("step_offsets: there are no step advantages to lay out; pass advantage_level='step' or step_advantages")
+        raise ValueError(
+            "step_offsets: there are no step advantages to lay out; pass advantage_level='step' or step_advantages"
+        )
     step_batch = (None, None, None) if steps is None else _steps(steps, level, *layout, ranges)
     if level == "step":
         return None, *step_batch, None
@@ -378,9 +382,7 @@ def _gradient(
             raise TypeError(f"grad_dtype: expected a float dtype, got {dtype}; pass np.float32 or np.float64")
         grad = np.empty(ranges.n_slots, dtype.newbyteorder("="))
     kernel_grad = grad if grad.dtype.itemsize >= 4 else np.empty(ranges.n_slots, np.float32)
-    if not ranges.packed:
-        kernel_grad[...] = 0
-    elif len(ranges.start) == 0:
+    if not ranges.packed or len(ranges.start) == 0:
         kernel_grad[...] = 0
     else:
         kernel_grad[: ranges.start[0]] = 0
@@ -388,9 +390,7 @@ def _gradient(
     return grad, kernel_grad
 
 
-def _check_grad_out(
-    grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad_dtype: npt.DTypeLike | None
-) -> None:
+def _check_grad_out(grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad_dtype: npt.DTypeLike | None) -> None:
     if not isinstance(grad_out, np.ndarray):
         raise TypeError(f"grad_out: expected a NumPy array, got {type(grad_out).__name__}; pass np.empty_like(logp)")
     wrong = (
@@ -409,11 +409,14 @@ def _check_grad_out(
     if wrong is not None:
         wanted = "float" if grad_dtype is None else str(np.dtype(grad_dtype))
         raise ValueError(
-            f"grad_out: expected a writable contiguous {wanted} array of shape ({n_slots},), got {wrong}; pass np.empty_like(logp)"
+            f"grad_out: expected a writable contiguous {wanted} array of shape ({n_slots},), got {wrong}; "
+            "pass np.empty_like(logp)"
         )
     for name, array in zip(batch._fields, batch, strict=True):
         if array is not None and np.may_share_memory(grad_out, array):
-            raise ValueError(f"grad_out: it overlaps {name}, which would be overwritten while it is read; pass its own memory")
+            raise ValueError(
+                f"grad_out: it overlaps {name}, which would be overwritten while it is read; pass its own memory"
+            )
 
 
 def _raise_non_finite(batch: Batch, stats: Double) -> None:
@@ -435,13 +438,15 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
         if array is not None and not np.isfinite(array[tokens]).all()
     }
     if not bad:
-        raise ValueError(f"logp: log-probs of completion {completion} are so far apart that they overflow; check their scale")
+        raise ValueError(
+            f"logp: log-probs of completion {completion} are so far apart that they overflow; check their scale"
+        )
     name = min(bad, key=lambda key: int(bad[key][0]))
     token = int(bad[name][0])
     value = arrays[name][token]  # type: ignore[index]
     raise ValueError(
-        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite on a token that "
-        f"counts; set mask[{token}] to 0 or mend the value"
+        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite on a token "
+        f"that counts; set mask[{token}] to 0 or mend the value"
     )
 
 

@@ -153,11 +153,13 @@ def process_advantages(
             trajectory_groups(trajectories, groups)  # refuses a trajectory in two groups
 
     timeline = _timeline(steps, trajectories)
-    values = _formed(steps.rewards[timeline.scored], timeline.bounds, options)
+    values, magnitude = _formed(steps.rewards[timeline.scored], timeline.bounds, options)
     if options.pool != "none":
         labels = None if step_groups is None else label_groups("step_groups", step_groups, len(rewards), "step")
         pools = _pools(options.pool, steps, timeline, trajectories, groups, labels)
         plan = PoolPlan(ddof=options.ddof, eps=options.eps, ulp=check.ulp(rewards.dtype))
+        if magnitude is not None:
+            values = _rounding_removed(values, magnitude, pools, plan.ulp)
         normalized = np.empty(len(values))
         kernels.standardize(values, pools.order, pools.offsets, plan, normalized)
         values = normalized
@@ -366,16 +368,40 @@ def _with_row_ends(of_step: Double, steps: _Steps, of_row_end: Double, lengths: 
 # ---- their values ------------------------------------------------------------------------------------
 
 
-def _formed(rewards: Double, bounds: Int, options: _Options) -> Double:
-    """What is normalised: R by ``step_form``, then by the weights of ``credit="min"``."""
+def _formed(rewards: Double, bounds: Int, options: _Options) -> tuple[Double, Double | None]:
+    """What is normalised: R by ``step_form``, then by the weights of ``credit="min"``.
+
+    Of differences also the larger magnitude of the two numbers that each is the difference of.
+    """
+    magnitude = None
     if options.form == "cumulative_sum":
         rewards = _running_sums(rewards, bounds, 1.0, reverse=False)
     elif options.form == "prefix_value":
         before = np.empty_like(rewards)
         before[1:] = rewards[:-1]
         before[bounds[:-1][bounds[:-1] < bounds[1:]]] = options.start
+        magnitude = np.maximum(np.abs(rewards), np.abs(before))
         rewards = rewards - before
-    return _softmin(rewards, bounds, options.temperature) if options.credit == "min" else rewards
+    return _softmin(rewards, bounds, options.temperature) if options.credit == "min" else rewards, magnitude
+
+
+def _rounding_removed(values: Double, magnitude: Double, pools: Groups, ulp: float) -> Double:
+    """Pools that are equal but for the rounding of what they are differences of, made equal.
+
+    The rule of :class:`PoolPlan`, with the magnitude that the rounding had: 0.9 - 0.8 and 0.2 - 0.1
+    in float32 are many ULP of 0.1 apart.
+    """
+    starts = pools.offsets[:-1][np.diff(pools.offsets) > 0]
+    if len(starts) == 0:
+        return values
+    sizes = np.diff(starts, append=len(values))
+    ordered = values[pools.order]
+    least, most = np.minimum.reduceat(ordered, starts), np.maximum.reduceat(ordered, starts)
+    _, exponent = np.frexp(np.maximum.reduceat(magnitude[pools.order], starts))
+    equal = most - least <= 4 * np.ldexp(ulp, exponent - 1)
+    result = np.empty_like(values)
+    result[pools.order] = np.where(np.repeat(equal, sizes), np.repeat(least, sizes), ordered)
+    return result
 
 
 def _softmin(values: Double, bounds: Int, temperature: float) -> Double:

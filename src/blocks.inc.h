@@ -201,22 +201,27 @@ static int FN(fits)(const double *sums, REAL least, REAL most)
 }
 #endif
 
-static void FN(store)(const Batch *batch, const REAL *restrict grad, int64_t t, int n)
+/* Returns whether something was too large for float32, and was saturated. */
+static int FN(store)(const Batch *batch, const REAL *restrict grad, int64_t t, int n)
 {
+    int saturated = 0;
     if (batch->grad_is_double) {
         double *restrict to = (double *)batch->grad + t;
         for (int k = 0; k < n; k++) to[k] = (double)grad[k];
-        return;
+        return 0;
     }
     float *restrict to = (float *)batch->grad + t;
 #if REAL_IS_DOUBLE
-    for (int k = 0; k < n; k++) { /* saturate, do not overflow */
+    for (int k = 0; k < n; k++) {
         double g = grad[k] < FLT_MAX ? grad[k] : FLT_MAX;
-        to[k] = (float)(g > -FLT_MAX ? g : -FLT_MAX);
+        g = g > -FLT_MAX ? g : -FLT_MAX;
+        saturated |= g != grad[k];
+        to[k] = (float)g;
     }
 #else
     for (int k = 0; k < n; k++) to[k] = grad[k];
 #endif
+    return saturated;
 }
 
 /* float32 sums go to float64 after FLUSH tokens: many equal terms, such as clipped ones, round the same way. */
@@ -357,7 +362,9 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
     sums->slopes += slopes;
     sums->stats[STAT_LOG_RATIO_MIN] = fmin(sums->stats[STAT_LOG_RATIO_MIN], stats[STAT_LOG_RATIO_MIN]);
     sums->stats[STAT_LOG_RATIO_MAX] = fmax(sums->stats[STAT_LOG_RATIO_MAX], stats[STAT_LOG_RATIO_MAX]);
-    if (batch->grad) FN(store)(batch, b->grad, t, n);
+    if (shared->lam_share != 0 || shared->rho_share != 0) /* only when the backward is done over, see completion() */
+        for (int k = 0; k < padded; k++) b->grad[k] += b->on[k] * (b->lam_slope[k] * (REAL)shared->lam_share + (REAL)shared->rho_share);
+    if (batch->grad) sums->saturated |= FN(store)(batch, b->grad, t, n);
     return 1;
 }
 
@@ -435,7 +442,7 @@ static void FN(main_chunk)(const Plan *plan, const Batch *batch, int64_t i, cons
                            Sums *restrict out)
 {
     FN(Block) block;
-    Sums sums = {{0}, 0};
+    Sums sums = {{0}, 0, 0};
     sums.stats[STAT_LOG_RATIO_MIN] = INFINITY, sums.stats[STAT_LOG_RATIO_MAX] = -INFINITY;
     FN(prepare)(plan, shared, &block);
 #if REAL_IS_DOUBLE

@@ -68,6 +68,7 @@ typedef struct {
 typedef struct {
     double stats[N_STATS];
     double slopes; /* of m c df/dlam: H_i */
+    int saturated; /* a gradient was stored as the largest float32, so that nothing can be added to it any more */
 } Sums;
 
 #define BLOCK 256   /* tokens whose intermediate values stay in L1; float32 sums are flushed after each */

@@ -14,7 +14,8 @@ int grpo_isa(void)
     int k = isa;
     if (k >= 0) return k;
     for (k = N_ISAS - 1; !isa_runs(k);) k--;
-    return isa = k;
+    isa = k;
+    return k;
 }
 
 /* A completion on its way: its chunks are worked on in windows, and added up in their order. */
@@ -56,6 +57,15 @@ static void main_task(void *context, int64_t k)
         job->plan, job->batch, job->i, &job->shared, chunk_start(job, chunk), chunk_stop(job, chunk), &job->part.sums[k]);
 }
 
+/* The main pass once more, in float64 and with what finish_task would add: what was saturated cannot be added to. */
+static void wide_task(void *context, int64_t k)
+{
+    Job *job = context;
+    const int64_t chunk = job->first_chunk + k;
+    Sums again;
+    job->loops->main_f64(job->plan, job->batch, job->i, &job->shared, chunk_start(job, chunk), chunk_stop(job, chunk), &again);
+}
+
 static void finish_task(void *context, int64_t k)
 {
     Job *job = context;
@@ -93,6 +103,7 @@ static void add_sums(const Job *job, int64_t n, void *into)
         total->stats[STAT_LOG_RATIO_MIN] = fmin(total->stats[STAT_LOG_RATIO_MIN], part->stats[STAT_LOG_RATIO_MIN]);
         total->stats[STAT_LOG_RATIO_MAX] = fmax(total->stats[STAT_LOG_RATIO_MAX], part->stats[STAT_LOG_RATIO_MAX]);
         total->slopes += part->slopes;
+        total->saturated |= part->saturated;
     }
 }
 
@@ -147,7 +158,7 @@ static void completion(Job *job)
         pass(job, reduce_task, add_reduced, &reduced);
         share(plan, &job->shared, &reduced);
     }
-    Sums sums = {{0}, 0};
+    Sums sums = {{0}, 0, 0};
     sums.stats[STAT_LOG_RATIO_MIN] = INFINITY, sums.stats[STAT_LOG_RATIO_MAX] = -INFINITY;
     pass(job, main_task, add_sums, &sums);
     if (shared_lam) one_ratio(plan, &job->shared, reduced.count, sums.stats);
@@ -158,7 +169,8 @@ static void completion(Job *job)
     const double n = fmax(reduced.count, 1), weight = job->shared.weight;
     if (spread_lam) job->shared.lam_share = weight * job->shared.lam_slope * sums.slopes / (plan->reduce == REDUCE_MEAN ? n : 1);
     if (spread_rho) job->shared.rho_share = weight * plan->beta * sums.stats[STAT_KL] / n;
-    if (job->shared.lam_share != 0 || job->shared.rho_share != 0) pass(job, finish_task, 0, 0);
+    if (job->shared.lam_share == 0 && job->shared.rho_share == 0) return;
+    pass(job, sums.saturated ? wide_task : finish_task, 0, 0);
 }
 
 static int is_long(const Batch *batch, int64_t i, int64_t tokens, int n_threads)

@@ -8,7 +8,7 @@
  * next. Not finite where a value is not, or where a sum on the way is too large. */
 static double scaled_sum(const double *values, int64_t n, int64_t stride, double scale)
 {
-    double partials[48]; /* non-overlapping doubles: at most 2098 bits / 53, rounded up */
+    double partials[2100]; /* non-overlapping doubles, of a bit each at worst: 2098 bits from 2^-1074 to 2^1023 */
     int count = 0;
     for (int64_t i = 0; i < n; i++) {
         double x = values[i * stride] * scale;

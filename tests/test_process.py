@@ -148,6 +148,12 @@ def test_outcome(backend: str) -> None:
     assert free == [3, -1]
 
 
+def test_equal_outcomes_are_exactly_zero(backend: str) -> None:
+    near = np.array([1.0, 1.0, 1.0 + 2.0**-22], "f4")
+    both = run(*EXAMPLE, **ONE_GROUP, outcome_rewards=near, backend=backend)
+    assert both == run(*EXAMPLE, **ONE_GROUP)
+
+
 def test_outcome_of_a_trajectory(backend: str) -> None:
     args = ([1.0, 3.0], [0, 0], [0, 1, 1, 2], [0, 1, 2, 3])
     options: dict[str, Any] = {"group_offsets": [0, 3], "eps": 0.0, "credit": "step", "backend": backend}
@@ -211,6 +217,19 @@ def test_equal_means_within_four_ulp(backend: str) -> None:
     rewards[2] += 4 * np.spacing(rewards[0])
     assert not gf.process_advantages(rewards, *EXAMPLE[1:], **ONE_GROUP, backend=backend).any()
     assert gf.process_advantages(rewards.astype("f8"), *EXAMPLE[1:], **ONE_GROUP, backend=backend).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("credit", ["to_go", "step"])
+def test_equal_differences_of_prefix_values(backend: str, dtype: str, credit: str) -> None:
+    values = np.arange(1, 11).astype(dtype) / np.array(10, dtype)
+    args = (np.array([*values, *-values]), [*range(10)] * 2, [0, 10, 20], [0, 10, 20])
+    options: dict[str, Any] = {"step_form": "prefix_value", "credit": credit, "eps": 0.0, "backend": backend}
+    equal = gf.process_advantages(*args, group_ids=[0, 1], **options)
+    assert (equal == 0).all()
+    assert gf.process_advantages(*args, group_ids=[0, 0], **options).all()
+    args[0][3] += {"float32": 1e-5, "float64": 1e-12}[dtype]
+    assert gf.process_advantages(*args, group_ids=[0, 1], **options)[:10].any()
 
 
 def test_narrow_results_saturate(backend: str) -> None:

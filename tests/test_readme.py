@@ -45,7 +45,9 @@ def test_first_command_prints_what_is_shown(tmp_path: Path) -> None:
     script = " && ".join(part.replace("grpo-fast", f"{sys.executable} -m grpo_fast", 1) for part in rest)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100"}
     shell = shutil.which("bash") or "/bin/sh"
-    run = subprocess.run([shell, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [shell, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert _settled(run.stdout) == _settled(shown)
 

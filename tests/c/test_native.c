@@ -1,7 +1,7 @@
 /* The C code by itself: hand numbers, a scalar restatement of the contract, threads, fork and alignments.
  *
- * Without an argument: everything, one line per check. `stress`: many threads of the program in the library at
- * once, for the thread sanitizer. Exits with 1 where a check failed. */
+ * Without an argument: everything, one line per check. `stress`: only calls from many threads, for the thread
+ * sanitizer, which knows no threads after fork(). `no-fork`: for qemu-user, in which a forked child cannot start threads. Exits with 1 where a check failed. */
 #include "dispatch.h"
 #include "native.h"
 #include "pools.h"
@@ -244,7 +244,7 @@ static void restate(const Plan *plan, const Case *c, int has, int64_t i, double 
 static void compare(const Plan *plan, const Case *c, int has, const char *what)
 {
     const Batch batch = batch_of(c, has | GRAD);
-    const double unit = c->is_double ? 1e-12 : 4e-7;
+    const double unit = c->is_double ? 1e-12 : 8e-7; /* sums are serial where a sanitizer stops the vectoriser */
     double worst = 0, *grad = allocate(sizeof(double) * (size_t)(c->n + 1));
     int good = 1;
     for (int64_t t = 0; t < c->n; t++) {
@@ -668,9 +668,11 @@ static void check_callers(void)
 
 int main(int argc, char **argv)
 {
+    const char *what = argc > 1 ? argv[1] : "";
+    setvbuf(stdout, 0, _IOLBF, BUFSIZ);
     check_callers(); /* first, while the instruction set has not been chosen */
     check_pool_of_threads();
-    if (argc > 1 && strcmp(argv[1], "stress") == 0) {
+    if (strcmp(what, "stress") == 0) {
         printf("%d passed, %d failed\n", passed, failed);
         return failed != 0;
     }
@@ -694,7 +696,7 @@ int main(int argc, char **argv)
     check_exact_sums();
     check_pools();
     check_steps();
-    check_fork();
+    if (strcmp(what, "no-fork") != 0) check_fork();
     check(DBL_MIN / 2 > 0 && FLT_MIN / 2 > 0, "subnormal numbers are kept");
     printf("%d passed, %d failed\n", passed, failed);
     return failed != 0;

@@ -1,0 +1,275 @@
+"""The command line: what is asked for, what is said. :mod:`grpo_fast.offline` does the work.
+
+A command is a function of :data:`app` that prints its result and raises for the rest. Importing this
+module imports cyclopts; pyarrow and rich are imported by what needs them.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from ._backends import BackendUnavailable
+from ._info import show_info
+from ._version import __version__
+from .demo import write_demo
+
+if TYPE_CHECKING:
+    from .offline import Summary
+
+BAD_INPUT, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+app = App(
+    name="grpo-fast",
+    version=__version__,
+    help="GRPO advantages of rollouts on disk, your framework's numbers, exactly.",
+    default_parameter=Parameter(negative=(), show_default=False),
+)
+
+Out = Annotated[Path, Parameter(name=("--output", "-o"))]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; returns the exit code. Errors are one line on stderr."""
+    try:
+        app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _fail(f"{str(error).rstrip('.')}; see --help", USAGE)
+    except (BackendUnavailable, ImportError) as error:
+        return _fail(str(error), USAGE)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was written", INTERRUPTED)
+    except BrokenPipeError:  # the reader of stdout has gone: nothing more can be said there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (ValueError, TypeError, OSError, MemoryError) as error:
+        return _fail(str(error) or type(error).__name__, USAGE if _is_usage(error) else BAD_INPUT)
+    return 0
+
+
+def _is_usage(error: Exception) -> bool:
+    offline = sys.modules.get("grpo_fast.offline")
+    return offline is not None and isinstance(error, offline.UsageError)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+# ---- commands ----------------------------------------------------------------------------------------
+
+
+@app.command(usage="Usage: grpo-fast advantages IN... -o OUT [OPTIONS]")
+def advantages(
+    *inputs: Annotated[Path, Parameter(name="IN")],
+    output: Out,
+    kind: str | None = None,
+    level: str | None = None,
+    columns: tuple[str, ...] = (),
+    reward: tuple[str, ...] = (),
+    reward_weight: tuple[float, ...] = (),
+    baseline: str | None = None,
+    scale: str | None = None,
+    singleton: str | None = None,
+    trajectory_reward: str | None = None,
+    normalize: str | None = None,
+    step_form: str | None = None,
+    prefix_value_start: float | None = None,
+    credit: str | None = None,
+    gamma: float | None = None,
+    temperature: float | None = None,
+    tail: str | None = None,
+    outcome_weight: float | None = None,
+    ddof: int | None = None,
+    eps: float | None = None,
+    backend: str | None = None,
+    suffix: str = "",
+    overwrite: bool = False,
+    overwrite_columns: bool = False,
+    json: bool = False,
+) -> None:
+    """Add advantages to rollouts.
+
+    Reads Parquet and Arrow IPC files, one row per completion, and writes all their columns and the new ones.
+    Rows whose reward is null or NaN are excluded: their advantage is 0, and they are counted.
+
+    Parameters
+    ----------
+    inputs
+        Parquet files, Arrow IPC files or streams.
+    output
+        A new file: .parquet, or .arrow, .feather, .ipc (all three Arrow IPC).
+    kind
+        outcome (a reward per completion), process (a reward per step) or both. Default: outcome, or process
+        where there are step rewards only.
+    level
+        Of process advantages: token (default) or step.
+    columns
+        role=name, where a column is not found by itself; role=a,b for several, role= for none. Roles: group,
+        trajectory, step (of training), reward, token_ids, logp, mask, n_tokens, step_ends, step_rewards,
+        step_groups. A prompt in two training steps is two groups.
+    reward
+        Reward column; repeat it to add several up.
+    reward_weight
+        Weight of each reward, in their order; repeat it. Default: 1 each.
+    baseline
+        mean (default), leave_one_out or none.
+    scale
+        group (default), batch or none.
+    singleton
+        Advantage of a group with one reward: zero (default), raw or error.
+    trajectory_reward
+        Of a trajectory in several rows: last (default), sum or error.
+    normalize
+        Pool of step rewards: group (default), completion, batch, step_index or none.
+    step_form
+        Step rewards are increment (default), cumulative_sum or prefix_value.
+    prefix_value_start
+        Value before the first step, with prefix_value. Default: 0.
+    credit
+        Of a token: to_go (default; its step and the later ones), step (its own) or min.
+    gamma
+        Discount per step of to_go. Default: 1.
+    temperature
+        Of min. Default: 0.1.
+    tail
+        Tokens after the last scored step: zero (default) or last.
+    outcome_weight
+        Weight of the outcome in the sum of kind both. Default: 1.
+    ddof
+        The standard deviation divides by n - ddof: 0 (default) or 1.
+    eps
+        Added to the standard deviation. Default: 1e-8.
+    backend
+        cython, numba or numpy. Default: the first that runs here.
+    suffix
+        Appended to the names of the new columns, advantage, step_advantages and token_advantages.
+    overwrite
+        Replace an existing output file.
+    overwrite_columns
+        Replace columns of the input that have the new names.
+    json
+        Print the summary as JSON.
+    """
+    from .io import read_source, write_table
+    from .offline import Request, UsageError, add_advantages, with_rewards
+    from .output import check_output
+
+    start = time.perf_counter()
+    options = {
+        "baseline": baseline, "scale": scale, "singleton": singleton, "trajectory_reward": trajectory_reward,
+        "reward_weights": reward_weight or None, "normalize": normalize, "step_form": step_form,
+        "prefix_value_start": prefix_value_start, "credit": credit, "gamma": gamma, "temperature": temperature,
+        "tail": tail, "ddof": ddof, "eps": eps, "backend": backend,
+    }  # fmt: skip
+    request = Request(
+        kind=kind, level=level, options=options, outcome_weight=outcome_weight, suffix=suffix,
+        overwrite_columns=overwrite_columns,
+    )  # fmt: skip
+    request.check()
+    if not inputs:
+        raise UsageError("IN: no file is given; name at least one, and the output with -o")
+    check_output(output, overwrite=overwrite, inputs=inputs)
+    with _progress() as progress:
+        source = with_rewards(read_source(inputs, columns, progress), reward)
+        progress("advantages", 0, 1)
+        table, summary = add_advantages(source, request)
+        progress("advantages", 1, 1)
+        write_table(table, output, overwrite=overwrite, inputs=inputs, progress=progress)
+    _report(summary, [str(path) for path in inputs], output, time.perf_counter() - start, as_json=json)
+
+
+@app.command
+def demo(output: Annotated[Path, Parameter(name="OUT")], *, overwrite: bool = False) -> None:
+    """Write the sample of rollouts that ships with grpo-fast.
+
+    Parameters
+    ----------
+    output
+        A new file: .parquet, or .arrow, .feather, .ipc (all three Arrow IPC).
+    overwrite
+        Replace an existing file.
+    """
+    print(write_demo(output, overwrite=overwrite))
+
+
+@app.command
+def info() -> None:
+    """Print versions, the backend in use and why, the instruction set and threads."""
+    show_info()
+
+
+# ---- what is said ------------------------------------------------------------------------------------
+
+
+def _report(summary: Summary, inputs: list[str], output: Path, seconds: float, *, as_json: bool) -> None:
+    if as_json:
+        run_of = {"inputs": inputs, **asdict(summary), "seconds": round(seconds, 3), "output": str(output)}
+        print(json_format.dumps(run_of))
+        return
+    lines = [("files", f"{len(inputs):,}"), *_lines(summary), ("seconds", f"{seconds:.2f}"), ("output", str(output))]
+    width = max(len(name) for name, _ in lines)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in lines))
+
+
+def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    """(name, value) of everything there is."""
+    yield "rows", f"{summary.rows:,}"
+    if summary.groups is not None:
+        yield "groups", f"{summary.groups:,} by {summary.grouped_by}{_sizes(summary)}"
+        if summary.zero_variance_groups is not None:
+            yield "zero-variance groups", _share(summary.zero_variance_groups, summary.groups)
+        if summary.single_groups:
+            yield "groups with one score", _share(summary.single_groups, summary.groups)
+    all_excluded = "; every advantage is 0" if 0 < summary.rows == summary.excluded_rows else ""
+    yield "excluded rows", _share(summary.excluded_rows, summary.rows) + all_excluded
+    if summary.unscored_rows is not None and summary.kind == "both":
+        yield "rows without step rewards", _share(summary.unscored_rows, summary.rows)
+    if summary.tokens is not None:
+        yield "tokens", f"{summary.tokens:,}"
+    if summary.steps is not None:
+        yield "steps", f"{summary.steps:,}"
+    yield "new columns", f"{', '.join(summary.columns)} ({summary.kind})"
+
+
+def _sizes(summary: Summary) -> str:
+    if summary.group_size is None:
+        return ""
+    least, median, most = summary.group_size
+    return f"; sizes {least} / {median:g} / {most} (min / median / max)"
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count:,} ({count / total:.1%})" if count else "0"
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows phases as they go where stderr is a terminal; nothing is left behind."""
+    if not sys.stderr.isatty():
+        yield lambda phase, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    parts: Any = (TextColumn("{task.description:<10}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*parts, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as shown:
+        tasks: dict[str, Any] = {}
+
+        def update(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = shown.add_task(phase, total=total)
+            shown.update(tasks[phase], completed=done, total=total)
+
+        yield update

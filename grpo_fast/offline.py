@@ -1,0 +1,343 @@
+"""What the commands do, without a terminal: a table in; new columns and a summary out.
+
+Importing this module imports pyarrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _validate as check
+from ._contract import Int
+from .advantages import group_advantages
+from .arrow import Bool, list_array, list_lengths, offsets_of
+from .groups import Groups, trajectory_groups
+from .io import Source, Steps, group_codes, read_rewards, read_steps, token_lengths, trajectory_codes
+from .process import process_advantages
+
+KINDS = ("outcome", "process", "both")
+LEVELS = ("completion", "step", "token")
+#: The new columns: one number per completion, per step, per token.
+COLUMNS = {"completion": "advantage", "step": "step_advantages", "token": "token_advantages"}
+
+#: Keywords of group_advantages, of process_advantages, and of both.
+OUTCOME_OPTIONS = ("baseline", "scale", "singleton", "trajectory_reward", "reward_weights")
+PROCESS_OPTIONS = ("normalize", "step_form", "prefix_value_start", "credit", "gamma", "temperature", "tail")
+SHARED_OPTIONS = ("ddof", "eps", "backend")
+
+
+class UsageError(ValueError):
+    """Options that are wrong whatever the input is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for; None is the default.
+
+    Attributes
+    ----------
+    kind : "outcome", "process" or "both"; None: outcome, or process where there are only step rewards
+    level : of process advantages, "token" (default) or "step"; "completion" is that of outcome advantages
+    options : keywords of :func:`group_advantages` and :func:`process_advantages`
+    outcome_weight : of the outcome in the tokens' sum of kind "both", 1 by default
+    suffix : appended to the names of the new columns
+    overwrite_columns : whether columns of the input with these names may be replaced
+    """
+
+    kind: str | None = None
+    level: str | None = None
+    options: Mapping[str, Any]
+    outcome_weight: float | None = None
+    suffix: str = ""
+    overwrite_columns: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError where an option has no such value or no use, before any file is read."""
+        try:
+            if self.kind is not None:
+                check.one_of("kind", self.kind, KINDS)
+            if self.level is not None:
+                check.one_of("level", self.level, LEVELS)
+            if self.outcome_weight is not None:
+                check.number("outcome_weight", self.outcome_weight)
+            _try_out(self)
+        except (ValueError, TypeError) as error:
+            raise UsageError(str(error)) from error
+        if self.kind is not None:
+            self.resolved(self.kind)
+
+    def resolved(self, kind: str) -> str:
+        """The level of this kind; UsageError where an option has no use in it."""
+        level = self.level or ("completion" if kind == "outcome" else "token")
+        if (kind == "outcome") != (level == "completion"):
+            fitting = "completion" if kind == "outcome" else "token or step"
+            raise UsageError(f"level: {level!r} does not go with kind={kind!r}, whose level is {fitting}; leave it out")
+        useless = {"outcome": PROCESS_OPTIONS, "process": OUTCOME_OPTIONS, "both": ()}[kind]
+        for name in useless:
+            if self.options.get(name) is not None:
+                raise UsageError(f"{name}: kind={kind!r} has no use for it; pass another --kind or leave it out")
+        if self.outcome_weight is not None and (kind, level) != ("both", "token"):
+            raise UsageError(
+                f"outcome_weight: it weighs the outcome in the sum of kind='both' with level='token', not in "
+                f"kind={kind!r} with level={level!r}; leave it out"
+            )
+        return level
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """The options with these names that are not None."""
+        return {name: self.options[name] for name in names if self.options.get(name) is not None}
+
+
+def _try_out(request: Request) -> None:
+    """The functions' own checks of their options, on a batch of two."""
+    outcome = request.given(*OUTCOME_OPTIONS, *SHARED_OPTIONS)
+    outcome.pop("reward_weights", None)
+    ids = None if request.options.get("trajectory_reward") is None else [0, 1]
+    group_advantages([0.0, 1.0], group_ids=[0, 0], trajectory_ids=ids, **outcome)
+    process = request.given(*PROCESS_OPTIONS, *SHARED_OPTIONS)
+    process_advantages([0.0, 1.0], [0, 0], [0, 1, 2], [0, 1, 2], group_ids=[0, 0], **process)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What was computed, in numbers; None where the input has no such thing.
+
+    ``group_size`` is (min, median, max) of the trajectories of a group, scored or not.
+    ``zero_variance_groups`` have at least two rewards, all equal; ``single_groups`` have one. For
+    kind "process" that is said of step rewards. ``excluded_rows`` have no reward (no scored step, for
+    kind "process") and advantage 0; ``unscored_rows`` have no scored step.
+    """
+
+    kind: str
+    level: str
+    columns: tuple[str, ...]
+    rows: int
+    groups: int | None = None
+    grouped_by: str | None = None
+    group_size: tuple[int, float, int] | None = None
+    zero_variance_groups: int | None = None
+    single_groups: int | None = None
+    excluded_rows: int = 0
+    unscored_rows: int | None = None
+    tokens: int | None = None
+    steps: int | None = None
+
+
+def with_rewards(source: Source, names: Sequence[str]) -> Source:
+    """The source with these columns as its rewards; none: as it is. Raises ValueError where there is no such column."""
+    if not names:
+        return source
+    if "reward" in source.named:
+        raise UsageError("reward: --columns reward= names it too; use one of the two")
+    return replace(source, named={**source.named, "reward": tuple(names)})
+
+
+def add_advantages(source: Source, request: Request) -> tuple[Any, Summary]:
+    """The table with its new columns, and the summary.
+
+    The new columns add up to the advantage of a token: ``advantage`` for kind "outcome";
+    ``token_advantages`` or ``step_advantages`` for "process"; for "both" ``token_advantages`` with the
+    outcome in it, or at the step level ``advantage`` and ``step_advantages``. All input columns stay.
+
+    Parameters
+    ----------
+    source : the input
+    request : what to compute
+
+    Returns
+    -------
+    (pyarrow.Table, Summary)
+
+    Raises
+    ------
+    ValueError, TypeError
+        A column that is missing or does not fit, or that the new ones would replace; names the
+        argument, and column and row where there are some.
+    """
+    kind = request.kind or _default_kind(source)
+    level = request.resolved(kind)
+    names = {COLUMNS[at] + request.suffix for at in _levels(kind, level)}
+    _refuse_replacing(source, names, request)
+    rows = _rows(source, request, kind)
+    lengths = token_lengths(source, strict=kind != "outcome")
+    steps = None if kind == "outcome" else read_steps(source)
+    columns: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
+    if kind != "process":
+        rewards = read_rewards(source)
+        columns["completion"] = _outcome(rows, rewards, request)
+        counts |= _outcome_counts(rows, rewards, request)
+    if steps is not None:
+        tokens = offsets_of(_needed(lengths, source))
+        outcome = columns.pop("completion", None) if level == "token" else None
+        columns[level] = _process(rows, steps, tokens, request, level, outcome)
+        counts = _step_counts(rows, steps, tokens, request) | counts
+    table = source.table
+    for at, values in columns.items():
+        table = _with_column(table, COLUMNS[at] + request.suffix, values)
+    summary = Summary(
+        kind=kind,
+        level=level,
+        columns=tuple(COLUMNS[at] + request.suffix for at in columns),
+        rows=len(source),
+        tokens=None if lengths is None else int(lengths.sum()),
+        steps=_recorded_steps(source) if steps is None else int(steps.offsets[-1]),
+        **_group_counts(rows),
+        **counts,
+    )
+    return table, summary
+
+
+def _default_kind(source: Source) -> str:
+    only_steps = not source.names("reward") and source.names("step_rewards") and source.names("step_ends")
+    return "process" if only_steps else "outcome"
+
+
+def _levels(kind: str, level: str) -> tuple[str, ...]:
+    return ("completion", "step") if (kind, level) == ("both", "step") else (level,)
+
+
+def _refuse_replacing(source: Source, names: set[str], request: Request) -> None:
+    for name in source.table.column_names:
+        if name in names and not request.overwrite_columns:
+            raise ValueError(
+                f"overwrite_columns: the input has a column {name!r} already; pass --suffix _new to keep both, "
+                "or --overwrite-columns to replace it in the output"
+            )
+
+
+def _with_column(table: Any, name: str, values: Any) -> Any:
+    index = table.schema.get_field_index(name)
+    if index >= 0:
+        return table.set_column(index, name, [values])
+    return table.append_column(name, [values])
+
+
+# ---- rows, their groups and trajectories -------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """Which rows belong together."""
+
+    n: int
+    groups: Groups | None
+    grouped_by: str | None
+    trajectories: Groups | None
+
+    def ids(self) -> dict[str, Any]:
+        """As keywords of the functions."""
+        both = {"group_ids": self.groups, "trajectory_ids": self.trajectories}
+        return {name: labels.codes for name, labels in both.items() if labels is not None}
+
+    def units(self) -> Int:
+        """The trajectory of each row; a row of no trajectory is one by itself."""
+        return np.arange(self.n) if self.trajectories is None else self.trajectories.codes
+
+
+def _rows(source: Source, request: Request, kind: str) -> _Rows:
+    groups, grouped_by = None, None
+    if kind != "process" or request.options.get("normalize") in (None, "group", "step_index") or source.names("group"):
+        groups, grouped_by = group_codes(source)
+    trajectories = trajectory_codes(source)
+    if groups is not None and trajectories is not None:
+        try:
+            trajectory_groups(trajectories, groups)
+        except ValueError as error:
+            names = ",".join((*source.names("group"), *source.names("trajectory")))
+            raise ValueError(
+                f"{error} (--columns trajectory={names} makes them differ, --columns trajectory= ignores them)"
+            ) from error
+    return _Rows(len(source), groups, grouped_by, trajectories)
+
+
+def _group_counts(rows: _Rows) -> dict[str, Any]:
+    if rows.groups is None:
+        return {}
+    first = np.unique(rows.units(), return_index=True)[1]
+    sizes = np.bincount(rows.groups.codes[first])
+    size = (int(sizes.min()), float(np.median(sizes)), int(sizes.max())) if len(sizes) else None
+    return {"groups": rows.groups.n_groups, "grouped_by": rows.grouped_by, "group_size": size}
+
+
+def _without_score(rows: _Rows, scored: Bool) -> int:
+    """Rows of trajectories in which no row is scored."""
+    units = rows.units()
+    return int((~(np.bincount(units, weights=scored) > 0)[units]).sum()) if rows.n else 0
+
+
+def _equal_groups(centred: npt.NDArray[Any], codes: Int, scored: Bool, units: Int) -> dict[str, int]:
+    """Groups with equal scores, which are those the library centres to exactly 0, and groups with one score."""
+    first = np.unique(units[scored], return_index=True)[1]
+    n_groups = int(codes.max(initial=-1)) + 1
+    sizes = np.bincount(codes[scored][first], minlength=n_groups)
+    varied = np.bincount(codes, weights=centred != 0, minlength=n_groups) > 0
+    return {"zero_variance_groups": int(((sizes > 1) & ~varied).sum()), "single_groups": int((sizes == 1).sum())}
+
+
+# ---- outcome -----------------------------------------------------------------------------------------
+
+
+def _outcome(rows: _Rows, rewards: npt.NDArray[Any], request: Request) -> npt.NDArray[Any]:
+    """(n_rows,) advantages."""
+    options = request.given(*OUTCOME_OPTIONS, *SHARED_OPTIONS)
+    return group_advantages(rewards, nan_policy="exclude", **rows.ids(), **options)
+
+
+def _outcome_counts(rows: _Rows, rewards: npt.NDArray[Any], request: Request) -> dict[str, int]:
+    options = request.given("trajectory_reward", "reward_weights", "backend")
+    centred = group_advantages(rewards, nan_policy="exclude", scale="none", **rows.ids(), **options)
+    scored = ~np.isnan(rewards.reshape(rows.n, -1 if rows.n else 1)).all(axis=1)
+    assert rows.groups is not None
+    counts = _equal_groups(centred, rows.groups.codes, scored, rows.units())
+    return {"excluded_rows": _without_score(rows, scored), **counts}
+
+
+# ---- process -----------------------------------------------------------------------------------------
+
+
+def _process(
+    rows: _Rows, steps: Steps, tokens: Int, request: Request, level: str, outcome: npt.NDArray[Any] | None
+) -> Any:
+    """A list column: one number per step, or per token with the outcome's on top."""
+    keywords = rows.ids() | request.given(*PROCESS_OPTIONS, *SHARED_OPTIONS)
+    if steps.groups is not None and "normalize" not in keywords:
+        keywords["step_groups"] = steps.groups
+    layout = (steps.rewards, steps.ends, steps.offsets, tokens)
+    if outcome is None:
+        values = process_advantages(*layout, level=level, **keywords)
+        return list_array(values, steps.offsets if level == "step" else tokens)
+    weight = 1.0 if request.outcome_weight is None else request.outcome_weight
+    wide = process_advantages(*layout, out=np.empty(tokens[-1]), **keywords)
+    wide += np.repeat(weight * outcome.astype(np.float64), np.diff(tokens))
+    return list_array(check.narrow(wide, steps.rewards.dtype), tokens)
+
+
+def _step_counts(rows: _Rows, steps: Steps, tokens: Int, request: Request) -> dict[str, int]:
+    scored = ~np.isnan(steps.rewards)
+    owner = np.repeat(np.arange(rows.n), np.diff(steps.offsets))
+    unscored = _without_score(rows, np.bincount(owner, weights=scored, minlength=rows.n) > 0)
+    counts = {"excluded_rows": unscored, "unscored_rows": unscored}
+    if rows.groups is None:
+        return counts
+    centred = process_advantages(
+        steps.rewards, steps.ends, steps.offsets, tokens,
+        group_ids=rows.groups.codes, credit="step", level="step", **request.given("backend"),
+    )  # fmt: skip
+    return counts | _equal_groups(centred, rows.groups.codes[owner], scored, np.arange(len(scored)))
+
+
+def _recorded_steps(source: Source) -> int | None:
+    names = source.names("step_ends")
+    return int(list_lengths(source.column(names[0]), "step_ends")[0].sum()) if names else None
+
+
+def _needed(lengths: Int | None, source: Source) -> Int:
+    if lengths is None:
+        source.need("token_ids")  # raises: there is no column of tokens
+        raise AssertionError
+    return lengths

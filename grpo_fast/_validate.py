@@ -83,7 +83,7 @@ def real(name: str, values: Any, *, ndim: int = 1) -> npt.NDArray[Any]:
 
 
 def log_probs(name: str, values: Any) -> npt.NDArray[Any]:
-    """A flat array of log-probabilities, float16, bfloat16, float32 or float64."""
+    """A flat array of log-probabilities, float16, bfloat16, float32 or float64, in native byte order."""
     array = any_array(name, values)
     if array.size == 0 and array.dtype.kind != "f":
         array = array.astype(np.float64)
@@ -93,7 +93,7 @@ def log_probs(name: str, values: Any) -> npt.NDArray[Any]:
             "convert with .astype(np.float32)"
         )
     _check_ndim(name, array, 1)
-    return array
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # dtypes of two byte orders are not equal
 
 
 def token_matrix(name: str, values: Any) -> npt.NDArray[Any]:

@@ -271,6 +271,10 @@ def test_trajectories_count_once(run, tmp_path):
     assert "groups                 2 by prompt_id; sizes 1 / 1.5 / 2 (min / median / max)\n" in text
     assert "zero-variance groups   0\n" in text and "groups with one score  1 (50.0%)\n" in text
     assert "excluded rows          0\n" in text
+    twice = rollouts(prompt_id=["a", "a", "b", "b"], reward=[0.0, 1.0, 0.5, 0.5], trajectory_id=[7, 7, 8, 9])
+    pq.write_table(twice, tmp_path / "in")
+    code, text, _ = run("advantages", tmp_path / "in", "-o", tmp_path / "twice.arrow")
+    assert "zero-variance groups   1 (50.0%)\n" in text and "groups with one score  1 (50.0%)\n" in text
     pq.write_table(table.set_column(0, "prompt_id", [["a", "b", "a", "b"]]), tmp_path / "in")
     code, _, errors = run("advantages", tmp_path / "in", "-o", tmp_path / "out2.arrow")
     assert code == 1 and errors == (

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from workloads import Workload
 
 import grpo_fast as gf
 from grpo_fast import _backends
 
-from workloads import Workload
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from reference import padded_numpy_loss_and_grad  # noqa: E402  (the baseline is the tests' third opinion)
+from reference import padded_numpy_loss_and_grad
 
 BETA = 0.04
 Call = Callable[[], Any]
@@ -39,8 +38,15 @@ def library(backend: str, n_threads: int, isa: str | None = None) -> Contender:
             if isa is not None:
                 module.select_isa(isa)
             return gf.grpo_loss(
-                work.flat["logp"], work.flat["old_logp"], work.flat["ref_logp"], work.advantages, work.offsets,
-                beta=BETA, grad_out=grad, n_threads=n_threads, backend=backend,
+                work.flat["logp"],
+                work.flat["old_logp"],
+                work.flat["ref_logp"],
+                work.advantages,
+                work.offsets,
+                beta=BETA,
+                grad_out=grad,
+                n_threads=n_threads,
+                backend=backend,
             )
 
         return call, lambda result: result.loss, lambda result: result.grad

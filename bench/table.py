@@ -62,7 +62,8 @@ def measure(name: str, rounds: int) -> dict[str, object]:
 def run(shapes: list[str], rounds: int) -> Path:
     result = {
         "machine": machine(),
-        "versions": {name: version(name) for name in ("numpy", "numba", "cython")} | {"python": platform.python_version()},
+        "versions": {name: version(name) for name in ("numpy", "numba", "cython")}
+        | {"python": platform.python_version()},
         "compiler": platform.python_compiler(),
         "shapes": {name: measure(name, rounds) for name in shapes},
     }
@@ -76,7 +77,10 @@ def table(path: Path) -> str:
     """Markdown: ns per real token, and how many times faster than padded NumPy."""
     result = json.loads(path.read_text())
     shapes = result["shapes"]
-    heads = [f"{name} ({shape['about']}; {shape['tokens']:,} tokens, fill {shape['fill']:.2f})" for name, shape in shapes.items()]
+    heads = [
+        f"{name} ({shape['about']}; {shape['tokens']:,} tokens, fill {shape['fill']:.2f})"
+        for name, shape in shapes.items()
+    ]
     lines = ["| loss + gradient + metrics, float32 | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
     contenders = dict.fromkeys(c for shape in shapes.values() for c in shape["seconds"])
     for contender in contenders:
@@ -89,7 +93,11 @@ def table(path: Path) -> str:
             cells.append(f"{seconds / shape['tokens'] * 1e9:.2f} ns ({shape['seconds'][BASELINE] / seconds:.1f}x)")
         lines.append(f"| {contender} | " + " | ".join(cells) + " |")
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
-    lines += ["", f"Per real token (and times faster than padded NumPy); medians of interleaved rounds on {result['machine']}, {versions}."]
+    lines += [
+        "",
+        "Per real token (and times faster than padded NumPy); medians of interleaved rounds "
+        f"on {result['machine']}, {versions}.",
+    ]
     return "\n".join(lines)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from contenders import CONTENDERS, check, expectation
 from workloads import SHAPES, make
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from ._validate import one_of
@@ -26,7 +26,7 @@ class BackendUnavailable(ImportError):
     """A backend was asked for by name and is not there."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def why_not(name: str) -> str | None:
     """None where the backend can run, else the reason in one sentence."""
     try:

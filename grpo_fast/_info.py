@@ -63,5 +63,7 @@ def _state(name: str) -> str:
 
 
 def _thread_reason() -> str:
-    limits = [f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "GRPO_FAST_NUM_THREADS") if name in os.environ]
+    limits = [
+        f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "GRPO_FAST_NUM_THREADS") if name in os.environ
+    ]
     return f"of {os.cpu_count()} CPUs; {', '.join(limits) or 'OMP_NUM_THREADS is not set'}"

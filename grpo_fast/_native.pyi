@@ -1,6 +1,7 @@
-from ._contract import Batch, Double, Int, Plan, PoolPlan, Real
-from numpy.typing import NDArray
 import numpy as np
+from numpy.typing import NDArray
+
+from ._contract import Batch, Double, Int, Plan, PoolPlan, Real
 
 def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int) -> None: ...
 def count_tokens(mask: NDArray[np.uint8], start: Int, stop: Int) -> Int: ...

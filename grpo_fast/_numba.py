@@ -1,9 +1,11 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, arg-type"
 """The contract just in time: scalar formulas, staged loops over blocks of tokens, and who runs them.
 
 Tokens go through in blocks of ``TILE``, counted from each completion's own start and staged in
 small scratch arrays: load (masked slots become neutral), log-ratio, exp, surrogate, KL, combine
 and store. Every stage is one loop per formula; the formula is chosen outside the loop and the
-loops know no formulas. To add a surrogate: its function, and its line in ``_surrogate_stage``.
+loops know no formulas. To add a surrogate: its function, its loop (``map(_surrogate, ...)``) and its
+line in ``_surrogate_stage``. Full blocks of the commonest losses go through a fused loop instead.
 
 In float32 a block that holds anything extreme or non-finite is done over in float64, so nothing
 overflows on the way. A block's result depends on its own tokens only, and blocks are added up in
@@ -12,7 +14,8 @@ order: neither threads nor the place in a buffer can change a bit.
 What LLVM needs to vectorise all this: unsigned indices; one flat scratch array with rows at
 constant offsets (so that it need not ask whether rows overlap); constants in the dtype of the
 computation (``s.dtype.type``); ``reassoc`` on reductions only, and on nothing that holds exp.
-Kernels compile when first called, for float32 and float64; ``cache=True`` keeps them on disk.
+Kernels compile when first called, for float32 and float64, and are kept on disk; what is kept is
+renewed when this file changes, so touch it after a change of numbers in ``_contract``.
 """
 
 from __future__ import annotations
@@ -177,8 +180,8 @@ SURROGATE, KL, LOG_RATIO, APPROX_KL, RATIO, RATIO_SQ, CLIP_LOW, CLIP_HIGH, LEAST
 )  # fmt: skip
 
 # Rows of TILE values, neutral where nothing is counted. M: 1 where counted, else 0. FLOWS: pre' clamp'.
-_N_ROWS = 11
-LOGP, OLD, X, D, A, C, M, LAM, FLOWS, R, G = (np.uint64(TILE * row) for row in range(_N_ROWS))
+_N_ROWS = 12
+LOGP, OLD, X, D, A, C, M, LAM, FLOWS, R, G, SPARE = (np.uint64(TILE * row) for row in range(_N_ROWS))
 
 
 _local = threading.local()
@@ -592,6 +595,7 @@ def _count_non_finite(tokens, s, first, n):
 
 def _pre(formula: Any) -> Any:
     """The formula's loop over a block: X to LAM, which is then clamped into [lam_lo, lam_hi], and to FLOWS."""
+
     @_inner
     def loop(plan, s, size, lam_lo, lam_hi):
         _apart()
@@ -657,6 +661,7 @@ def _extremes(s, size):
 
 def _surrogate(formula: Any) -> Any:
     """The formula's loop over a block: its part of G; the sums of c f, of c df/dlam and of what is clipped."""
+
     @_reduction
     def loop(plan, s, size, weight, own_lam):
         _apart()
@@ -698,6 +703,7 @@ def _surrogate_stage(plan, s, size, weight, own_lam):
 
 def _kl(formula: Any) -> Any:
     """The formula's loop over a block, clamped and straight-through: its part of G; the sum of rho k."""
+
     @_reduction
     def loop(plan, s, size, weight, rho):
         _apart()
@@ -763,14 +769,13 @@ def _stages(plan, reduced, s, size, weight, row):
         row[LEAST] = min(row[LEAST], least)
         row[MOST] = max(row[MOST], most)
     else:
+        if plan.pre == c.PRE_IDENTITY:
+            _fill(s, FLOWS, 1)
+        else:
+            _pre_stage(plan, s, size)
         _fill(s, LAM, reduced.lam)
         _fill(s, R, exp(reduced.lam, plan.exp_bound)[0])
-        _fill(s, FLOWS, reduced.flows)
-        own_lam = 1.0 if plan.level == c.LEVEL_SEQUENCE_TOKEN else 0.0
-        if own_lam != 0.0 and plan.pre != c.PRE_IDENTITY:
-            _pre_stage(plan, s, size)
-            _fill(s, LAM, reduced.lam)
-            own_lam = reduced.flows
+        own_lam = reduced.flows if plan.level == c.LEVEL_SEQUENCE_TOKEN else 0.0
     surrogate, through, below, above = _surrogate_stage(plan, s, size, weight, own_lam)
     kl = _kl_stage(plan, s, size, weight, reduced.rho)
     row[SURROGATE] += surrogate
@@ -858,7 +863,7 @@ def _is_common(plan, tokens, own, grad, itemsize):
 @_inner
 def _common_block(plan, tokens, own, first, row, grad, s, limits):
     at = s.itemsize * first
-    logp = _view(tokens.logp.address + at, TILE, s.dtype)
+    logp: Any = _view(tokens.logp.address + at, TILE, s.dtype)
     old_logp = _view(tokens.old_logp.address + at, TILE, s.dtype)
     out = s[G : G + np.uint64(TILE)] if grad.itemsize == 0 else _view(grad.address + at, TILE, s.dtype)
     ref_logp = logp if plan.kl == c.KL_NONE else _view(tokens.ref_logp.address + at, TILE, s.dtype)
@@ -870,21 +875,36 @@ def _common_block(plan, tokens, own, first, row, grad, s, limits):
 _FLOAT_MAX, _DOUBLE_MAX = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)
 
 
-@_inner
+@_reduction
 def _hold(part, s, n, largest):
     _apart()
-    most = s.dtype.type(largest)
+    zero, one, most = s.dtype.type(0), s.dtype.type(1), s.dtype.type(largest)
+    beyond = zero
     for t in range(np.uint64(n)):
-        part[t] = min(max(s[G + t], -most), most)
+        g = s[G + t]
+        beyond += one if abs(g) > most else zero
+        part[t] = min(max(g, -most), most)
+    return beyond != zero
 
 
 @_driver
 def _store(s, grad, first, n):
-    """G to the gradient, held at the largest finite number."""
+    """G to the gradient, held at the largest finite number; whether that was needed."""
+    beyond = False
     if grad.itemsize == 4:
-        _hold(_view(grad.address + 4 * first, n, np.float32), s, n, _FLOAT_MAX)
+        beyond = _hold(_view(grad.address + 4 * first, n, np.float32), s, n, _FLOAT_MAX)
     elif grad.itemsize == 8:
-        _hold(_view(grad.address + 8 * first, n, np.float64), s, n, _DOUBLE_MAX)
+        beyond = _hold(_view(grad.address + 8 * first, n, np.float64), s, n, _DOUBLE_MAX)
+    return beyond
+
+
+@_inner
+def _shift(s, through, alike):
+    """pre' through + alike, for counted tokens, on top of G."""
+    _apart()
+    through, alike = s.dtype.type(through), s.dtype.type(alike)
+    for t in range(np.uint64(TILE)):
+        s[G + t] += (through * s[FLOWS + t] + alike) * s[M + t]
 
 
 @_inner
@@ -977,10 +997,13 @@ def _reduce(plan, tokens, own, weighted, wide, limits):
 
 
 @_inner
-def _piece(plan, tokens, own, reduced, begin, end, row, grad, s, wide, limits, widen):
-    """Tokens begin..end of the buffer: statistics into ``row``, gradient stored; sums for a third pass."""
+def _piece(plan, tokens, own, reduced, begin, end, row, grad, s, wide, limits, widen, through, alike):
+    """Tokens begin..end of the buffer: statistics into ``row``, gradient plus ``_shift`` stored.
+
+    Returns the sums of c df/dlam and of rho k, and whether the gradient went beyond its dtype.
+    """
     _apart()
-    through, kl = 0.0, 0.0
+    sum_through, sum_kl, beyond = 0.0, 0.0, False
     common = not widen and _is_common(plan, tokens, own, grad, s.itemsize)
     for first in range(begin, end, TILE):
         n = min(TILE, end - first)
@@ -997,16 +1020,18 @@ def _piece(plan, tokens, own, reduced, begin, end, row, grad, s, wide, limits, w
             tame = _load_block(plan, tokens, own, reduced, s, first, n, size, counted < n, limits)
         if tame:
             more_through, more_kl = _stages(plan, reduced, s, size, own.weight, row)
-            _store(s, grad, first, n)
+            beyond |= _store(s, grad, first, n)
         else:
             _count(tokens, wide, first, n)
             row[NON_FINITE] += _count_non_finite(tokens, wide, first, n)
             _load_block(plan, tokens, own, reduced, wide, first, n, size, counted < n, limits)
             more_through, more_kl = _stages(plan, reduced, wide, size, own.weight, row)
-            _store(wide, grad, first, n)
-        through += more_through
-        kl += more_kl
-    return through, kl
+            if through != 0.0 or alike != 0.0:
+                _shift(wide, through, alike)
+            beyond |= _store(wide, grad, first, n)
+        sum_through += more_through
+        sum_kl += more_kl
+    return sum_through, sum_kl, beyond
 
 
 @_inner
@@ -1032,7 +1057,10 @@ def _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, widen):
     reduced = _reduce(plan, tokens, own, weighted, wide, limits)
     # r and rho of the whole completion must suit the dtype, too
     mild = abs(reduced.lam) <= limits.log_ratio and reduced.rho <= exp(limits.log_ratio, plan.exp_bound)[0]
-    through, kl = _piece(plan, tokens, own, reduced, own.start, own.stop, row, grad, s, wide, limits, widen or not mild)
+    widen |= not mild
+    through, kl, beyond = _piece(
+        plan, tokens, own, reduced, own.start, own.stop, row, grad, s, wide, limits, widen, 0.0, 0.0
+    )
     n = max(reduced.n, 1.0)
     through_lam, through_rho = 0.0, 0.0
     if plan.level == c.LEVEL_SEQUENCE:
@@ -1040,7 +1068,14 @@ def _whole(plan, tokens, own, weighted, row, grad, s, wide, limits, widen):
     if plan.rho == c.RHO_RATIO and plan.rho_level == c.LEVEL_SEQUENCE and plan.kl != c.KL_NONE:
         through_rho = own.weight * plan.beta * kl / n
     if grad.itemsize > 0 and (through_lam != 0.0 or through_rho != 0.0):
-        _third_pass(plan, tokens, own, grad, wide, limits, through_lam, through_rho)
+        if beyond:  # what was stored is not the gradient so far: all over again
+            spare = wide[SPARE : SPARE + np.uint64(TILE)]
+            _piece(
+                plan, tokens, own, reduced, own.start, own.stop, spare, grad, s, wide, limits, True,
+                through_lam, through_rho,
+            )  # fmt: skip
+        else:
+            _third_pass(plan, tokens, own, grad, wide, limits, through_lam, through_rho)
     if plan.level != c.LEVEL_TOKEN and reduced.n > 0:
         r, _, tail = exp(reduced.lam, plan.exp_bound)
         row[LOG_RATIO] = reduced.lam
@@ -1091,7 +1126,7 @@ def _run(numbers, n, logp, old_logp, ref_logp, weight, advantage, mask, grad,
         if whole:
             _whole(plan, tokens, own, weighted, row, gradient, s, wide, limits, wild)
         else:
-            _piece(plan, tokens, own, alone, begin[piece], end[piece], row, gradient, s, wide, limits, wild)
+            _piece(plan, tokens, own, alone, begin[piece], end[piece], row, gradient, s, wide, limits, wild, 0.0, 0.0)
 
 
 @_exact_kernel
@@ -1110,7 +1145,7 @@ def _merge(owner, rows, stats):
 
 # ---- the functions of the contract -------------------------------------------------------------------
 
-_NOTHING = {t: np.empty(0, t) for t in (np.float64, np.int64, np.uint8)}
+_NOTHING: dict[type[np.generic], npt.NDArray[Any]] = {t: np.empty(0, t) for t in (np.float64, np.int64, np.uint8)}
 _POOL_PLAN_TYPES = [type(PoolPlan._field_defaults[name]) for name in PoolPlan._fields]
 
 
@@ -1232,6 +1267,8 @@ def _exact_sum(values, scale, partials):
                 partials[kept] = low
                 kept += 1
             x = high
+        if not math.isfinite(x):  # too large on the way
+            return math.nan
         partials[kept] = x
         n = kept + 1
     if special != 0.0:  # inf, or NaN
@@ -1262,7 +1299,7 @@ def _sum(values, partials):
     return total
 
 
-_PARTIALS = 64  # doubles that do not overlap: fewer than 2100 / 53
+_PARTIALS = 2100  # doubles that do not overlap, of a bit each at worst: 2098 bits from 2^-1074 to 2^1023
 
 
 @_exact_kernel
@@ -1387,6 +1424,4 @@ def expand_steps(
     """Every token gets the value of its step, and its completion's base."""
     indices = (_given(a, np.int64) for a in (step_offsets, step_ends, start, stop))
     largest = float(np.finfo(out.dtype).max)
-    _expand_steps(
-        _given(step_values, np.float64), *indices, _given(base, np.float64), bool(tail_last), largest, out
-    )
+    _expand_steps(_given(step_values, np.float64), *indices, _given(base, np.float64), bool(tail_last), largest, out)

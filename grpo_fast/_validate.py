@@ -59,7 +59,9 @@ def any_array(name: str, values: Any) -> npt.NDArray[Any]:
     try:
         return np.asarray(values)
     except (ValueError, TypeError) as error:
-        raise TypeError(f"{name}: expected an array, got {type(values).__name__} ({error}); pass one flat array") from None
+        raise TypeError(
+            f"{name}: expected an array, got {type(values).__name__} ({error}); pass one flat array"
+        ) from None
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
@@ -81,30 +83,32 @@ def real(name: str, values: Any, *, ndim: int = 1) -> npt.NDArray[Any]:
 
 
 def log_probs(name: str, values: Any) -> npt.NDArray[Any]:
-    """A flat array of log-probabilities, float16, bfloat16, float32 or float64."""
+    """A flat array of log-probabilities, float16, bfloat16, float32 or float64, in native byte order."""
     array = any_array(name, values)
     if array.size == 0 and array.dtype.kind != "f":
         array = array.astype(np.float64)
     if not is_float(array.dtype):
         raise TypeError(
-            f"{name}: expected float16, bfloat16, float32 or float64, got {array.dtype}; convert with .astype(np.float32)"
+            f"{name}: expected float16, bfloat16, float32 or float64, got {array.dtype}; "
+            "convert with .astype(np.float32)"
         )
     _check_ndim(name, array, 1)
-    return array
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # dtypes of two byte orders are not equal
 
 
 def token_matrix(name: str, values: Any) -> npt.NDArray[Any]:
     """Log-probabilities of shape (..., L), at least two dimensions, C-contiguous."""
     array = any_array(name, values)
     if array.ndim < 2:
-        raise ValueError(f"{name}: expected shape (..., L) with one row per completion, got {array.shape}; add a dimension")
+        raise ValueError(
+            f"{name}: expected shape (..., L) with one row per completion, got {array.shape}; add a dimension"
+        )
     return np.ascontiguousarray(log_probs(name, array.reshape(-1)).reshape(array.shape))
 
 
 def kernel_ready(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """C-contiguous, native byte order, float32 or float64 (16-bit widens); a view where it already is."""
-    dtype = np.float64 if array.dtype.itemsize == 8 else np.float32
-    return np.ascontiguousarray(array, dtype=dtype)
+    """C-contiguous, aligned, native byte order, float32 or float64 (16-bit widens); a view where it already is."""
+    return np.require(array, np.float64 if array.dtype.itemsize == 8 else np.float32, ["C", "A"])
 
 
 def _check_ndim(name: str, array: npt.NDArray[Any], ndim: int) -> None:
@@ -116,7 +120,9 @@ def _check_ndim(name: str, array: npt.NDArray[Any], ndim: int) -> None:
 def length(name: str, array: npt.NDArray[Any], expected: int, unit: str) -> None:
     """``len(array) == expected``, one entry per ``unit``."""
     if len(array) != expected:
-        raise ValueError(f"{name}: expected one entry per {unit} ({expected}), got {len(array)}; check which array is cut")
+        raise ValueError(
+            f"{name}: expected one entry per {unit} ({expected}), got {len(array)}; check which array is cut"
+        )
 
 
 def integers(name: str, values: Any) -> Int:
@@ -130,7 +136,7 @@ def integers(name: str, values: Any) -> Int:
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         at = int(np.argmax(array > np.iinfo(np.int64).max))
         raise ValueError(f"{name}: {name}[{at}]={array[at]} does not fit int64; check how it was made")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return np.require(array, np.int64, ["C", "A"])
 
 
 def offsets(name: str, values: Any, buffer: int | None = None, buffer_name: str = "the buffer") -> Int:
@@ -165,8 +171,8 @@ def step_ends(ends: Int, step_offsets: Int, lengths: Int, name: str = "step_ends
     if outside.any():
         at = int(np.argmax(outside))
         raise ValueError(
-            f"{name}: {name}[{first + at}]={used[at]} is outside completion {owner[at]} of length {lengths[owner[at]]}; "
-            f"a step's end is the index of its last token within the completion"
+            f"{name}: {name}[{first + at}]={used[at]} is outside completion {owner[at]} of length "
+            f"{lengths[owner[at]]}; a step's end is the index of its last token within the completion"
         )
     if len(used) > 1:
         disorder = (owner[1:] == owner[:-1]) & (used[1:] <= used[:-1])

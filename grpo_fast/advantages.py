@@ -193,6 +193,12 @@ def finite_rewards(name: str, array: npt.NDArray[Any], nan_way_out: str | None) 
         if np.isnan(values[at]):
             raise ValueError(f"{name}: {entry} is NaN; {nan_way_out}")
         raise ValueError(f"{name}: {entry}={values[at]} is infinite; clip it or drop that row")
+    with np.errstate(invalid="ignore"):
+        large = np.abs(values) > check.LARGEST
+    if large.any():
+        at = tuple(np.argwhere(large)[0].tolist())
+        entry = f"{name}[{', '.join(map(str, at))}]={values[at]}"
+        raise ValueError(f"{name}: {entry} is too large to compute with; scale it below {check.LARGEST:g}")
     return values
 
 
@@ -209,10 +215,11 @@ def weighted_sum(name: str, values: Double, weights: npt.ArrayLike | None) -> Do
     with np.errstate(over="ignore", invalid="ignore"):
         for k, factor in enumerate(factors):  # not @: a matrix product may round differently from row to row
             total += np.where(missing[:, k], 0.0, values[:, k] * factor)
-    too_large = ~np.isfinite(total)
+    too_large = ~(np.abs(total) <= check.LARGEST)
     if too_large.any():
         raise ValueError(
-            f"{name}: the weighted sum of {name}[{int(np.argmax(too_large))}] overflows; scale the weights down"
+            f"{name}: the weighted sum of {name}[{int(np.argmax(too_large))}] is too large to compute with; "
+            "scale the weights down"
         )
     total[missing.all(axis=1)] = np.nan
     return total
@@ -302,13 +309,7 @@ def _per_trajectory(name: str, values: Double, trajectories: Groups, how: str | 
                 "trajectory; pass trajectory_reward='last' or 'sum'"
             )
     if how == "sum":
-        with np.errstate(over="ignore"):
-            sums = np.bincount(codes, weights=values[scored], minlength=trajectories.n_groups)
-        if not np.isfinite(sums).all():
-            row = int(trajectories.order[trajectories.offsets[np.argmin(np.isfinite(sums))]])
-            raise ValueError(
-                f"{name}: the rewards of the trajectory of {name}[{row}] overflow when summed; scale them down"
-            )
+        sums = np.bincount(codes, weights=values[scored], minlength=trajectories.n_groups)
         return np.where(some, sums, np.nan)
     return np.where(some, values[last], np.nan)
 

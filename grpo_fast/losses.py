@@ -228,7 +228,9 @@ def evaluate(
         None if values is None else _log_probs(name, values, ranges.n_slots)
         for name, values in (("old_logp", old_logp), ("ref_logp", ref_logp))
     )
-    dtype = np.dtype(np.float64 if any(a is not None and a.dtype == np.float64 for a in (logp, old, ref)) else np.float32)
+    dtype = np.dtype(
+        np.float64 if any(a is not None and a.dtype == np.float64 for a in (logp, old, ref)) else np.float32
+    )
     plan, aggregation, denominators = resolve(
         loss_type, options, has_reference=ref is not None, dtype=dtype, width=ranges.width
     )
@@ -239,16 +241,25 @@ def evaluate(
     groups = _groups(aggregation, len(counts), group_ids, group_offsets)
     if groups is not None:
         denominators = {**denominators, "groups": groups}  # type: ignore[dict-item]
+    per_token, per_completion = _token_weights(token_weight, weight_level, ranges, counts)
+    own, steps, offsets, ends, of_tokens = _advantages(
+        advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts
+    )
     batch = Batch(
-        ranges.start,
-        ranges.stop,
-        np.ascontiguousarray(logp, dtype=dtype),
-        old,
-        ref,
-        counted,
-        *_token_weights(token_weight, weight_level, ranges, counts),
-        *_advantages(advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts),
-        _weights.FUNCTIONS[aggregation](counts, **denominators),
+        start=ranges.start,
+        stop=ranges.stop,
+        logp=np.require(logp, dtype, ["C", "A"]),
+        old_logp=old,
+        ref_logp=ref,
+        mask=counted,
+        token_weight=per_token,
+        completion_weight=per_completion,
+        advantages=own,
+        step_advantages=steps,
+        step_offsets=offsets,
+        step_ends=ends,
+        token_advantages=of_tokens,
+        weights=_weights.FUNCTIONS[aggregation](counts, **denominators),
     )
     grad, kernel_grad = _gradient(logp, batch, ranges, compute_grad, grad_out, grad_dtype)
     stats = np.empty((len(counts), len(STATS)))
@@ -320,7 +331,9 @@ def _advantages(
     steps = advantages if level == "step" else step_advantages
     layout = (step_offsets, step_ends)
     if steps is None and any(a is not None for a in layout):
-        raise ValueError("step_offsets: there are no step advantages to lay out; pass advantage_level='step' or step_advantages")
+        raise ValueError(
+            "step_offsets: there are no step advantages to lay out; pass advantage_level='step' or step_advantages"
+        )
     step_batch = (None, None, None) if steps is None else _steps(steps, level, *layout, ranges)
     if level == "step":
         return None, *step_batch, None
@@ -378,9 +391,7 @@ def _gradient(
             raise TypeError(f"grad_dtype: expected a float dtype, got {dtype}; pass np.float32 or np.float64")
         grad = np.empty(ranges.n_slots, dtype.newbyteorder("="))
     kernel_grad = grad if grad.dtype.itemsize >= 4 else np.empty(ranges.n_slots, np.float32)
-    if not ranges.packed:
-        kernel_grad[...] = 0
-    elif len(ranges.start) == 0:
+    if not ranges.packed or len(ranges.start) == 0:
         kernel_grad[...] = 0
     else:
         kernel_grad[: ranges.start[0]] = 0
@@ -388,9 +399,7 @@ def _gradient(
     return grad, kernel_grad
 
 
-def _check_grad_out(
-    grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad_dtype: npt.DTypeLike | None
-) -> None:
+def _check_grad_out(grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad_dtype: npt.DTypeLike | None) -> None:
     if not isinstance(grad_out, np.ndarray):
         raise TypeError(f"grad_out: expected a NumPy array, got {type(grad_out).__name__}; pass np.empty_like(logp)")
     wrong = (
@@ -402,18 +411,21 @@ def _check_grad_out(
         or (grad_dtype is not None and np.dtype(grad_dtype) != grad_out.dtype)
         else "a read-only array"
         if not grad_out.flags.writeable
-        else "an array with strides"
-        if not grad_out.flags.c_contiguous
+        else "an array with strides or unaligned"
+        if not (grad_out.flags.c_contiguous and grad_out.flags.aligned)
         else None
     )
     if wrong is not None:
         wanted = "float" if grad_dtype is None else str(np.dtype(grad_dtype))
         raise ValueError(
-            f"grad_out: expected a writable contiguous {wanted} array of shape ({n_slots},), got {wrong}; pass np.empty_like(logp)"
+            f"grad_out: expected a writable contiguous {wanted} array of shape ({n_slots},), got {wrong}; "
+            "pass np.empty_like(logp)"
         )
     for name, array in zip(batch._fields, batch, strict=True):
         if array is not None and np.may_share_memory(grad_out, array):
-            raise ValueError(f"grad_out: it overlaps {name}, which would be overwritten while it is read; pass its own memory")
+            raise ValueError(
+                f"grad_out: it overlaps {name}, which would be overwritten while it is read; pass its own memory"
+            )
 
 
 def _raise_non_finite(batch: Batch, stats: Double) -> None:
@@ -435,13 +447,15 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
         if array is not None and not np.isfinite(array[tokens]).all()
     }
     if not bad:
-        raise ValueError(f"logp: log-probs of completion {completion} are so far apart that they overflow; check their scale")
+        raise ValueError(
+            f"logp: log-probs of completion {completion} are so far apart that they overflow; check their scale"
+        )
     name = min(bad, key=lambda key: int(bad[key][0]))
     token = int(bad[name][0])
     value = arrays[name][token]  # type: ignore[index]
     raise ValueError(
-        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite on a token that "
-        f"counts; set mask[{token}] to 0 or mend the value"
+        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite on a token "
+        f"that counts; set mask[{token}] to 0 or mend the value"
     )
 
 

@@ -38,7 +38,9 @@ class Resolved(NamedTuple):
     denominators: dict[str, float]
 
 
-def resolve(loss_type: str, options: Mapping[str, Any], *, has_reference: bool, dtype: np.dtype[Any], width: int | None) -> Resolved:
+def resolve(
+    loss_type: str, options: Mapping[str, Any], *, has_reference: bool, dtype: np.dtype[Any], width: int | None
+) -> Resolved:
     """The plan of ``loss_type`` with these options; every option is used or refused.
 
     ``width`` is that of padded input, which stands in where a constant length is needed.
@@ -94,8 +96,8 @@ def _level(loss_type: str, method: Method, given: dict[str, Any]) -> dict[str, A
     one_of("importance_sampling_level", name, LEVELS)
     if name not in method.levels:
         raise ValueError(
-            f"importance_sampling_level: loss_type={loss_type!r} is defined at {' or '.join(map(repr, method.levels))}, "
-            f"not at {name!r}; leave it out or choose another loss_type"
+            f"importance_sampling_level: loss_type={loss_type!r} is defined at "
+            f"{' or '.join(map(repr, method.levels))}, not at {name!r}; leave it out or choose another loss_type"
         )
     return {"level": LEVELS[name], "rho_level": LEVELS[name]}
 
@@ -109,7 +111,9 @@ def _kl(given: dict[str, Any], has_reference: bool) -> dict[str, Any]:
         for name in options:
             raise ValueError(f"{name}: there is no ref_logp to compare with; pass it, or leave {name} out")
         return {}
-    estimator = one_of("kl_estimator", options.get("kl_estimator", "k3"), [*KL_ESTIMATORS, *(f"{k}+" for k in KL_ESTIMATORS)])
+    estimator = one_of(
+        "kl_estimator", options.get("kl_estimator", "k3"), [*KL_ESTIMATORS, *(f"{k}+" for k in KL_ESTIMATORS)]
+    )
     factor = one_of("kl_ratio_factor", options.get("kl_ratio_factor", "none"), KL_RATIO_FACTORS)
     return {
         "kl": KL_ESTIMATORS[estimator.rstrip("+")].id,

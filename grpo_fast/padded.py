@@ -82,7 +82,9 @@ def grpo_loss(
         group_offsets = np.arange(rows[0] + 1) * rows[1]
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(f"padded.grpo_loss: got an unexpected keyword {name!r}; its options are {', '.join(sorted(OPTIONS))}")
+            raise TypeError(
+                f"padded.grpo_loss: got an unexpected keyword {name!r}; its options are {', '.join(sorted(OPTIONS))}"
+            )
     result = evaluate(
         ranges,
         array.reshape(-1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,14 +13,13 @@ import numpy.typing as npt
 from . import _validate as check
 from ._contract import Int
 from .advantages import group_advantages
-from .groups import Groups, make_groups
+from .groups import Groups, label_groups, make_groups
 from .losses import LossResult, grpo_loss
 from .process import process_advantages
 
-#: Columns with one entry per token, per step, and per completion.
+#: Columns with one entry per token, and per step; of the latter ``step_groups`` are labels, kept as they come.
 TOKEN_COLUMNS = ("token_ids", "logp", "old_logp", "ref_logp", "sampling_logp", "mask", "token_weight", "token_rewards")
 STEP_COLUMNS = ("step_ends", "step_rewards", "step_groups")
-ROW_COLUMNS = ("rewards", "trajectory_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +74,15 @@ class Rollouts:
         self._set("token_offsets", check.offsets("token_offsets", self.token_offsets, n_tokens, buffer))
         for name, array in tokens.items():
             check.length(name, array, n_tokens or 0, f"token of {next(iter(tokens))}")
-        steps = {name: self._column(name) for name in STEP_COLUMNS if getattr(self, name) is not None}
         if self.step_offsets is None:
-            for name in steps:
+            for name in self._given(*STEP_COLUMNS):
                 raise ValueError(f"step_offsets: {name} needs it to tell whose steps they are; pass step_offsets")
         else:
-            self._check_steps(steps)
-        for name in ROW_COLUMNS:
-            if getattr(self, name) is not None:
-                check.length(name, self._column(name, ndim=None), len(self), "completion")
+            self._check_steps()
+        if self.rewards is not None:
+            check.length("rewards", self._column("rewards", ndim=None), len(self), "completion")
+        if self.trajectory_ids is not None:
+            label_groups("trajectory_ids", self.trajectory_ids, len(self), "completion")  # checks them
         if self.group_ids is not None or self.group_offsets is not None:
             self.groups()  # checks them
 
@@ -96,15 +96,17 @@ class Rollouts:
         self._set(name, array)
         return array
 
-    def _check_steps(self, steps: dict[str, npt.NDArray[Any]]) -> None:
-        if "step_ends" not in steps:
+    def _check_steps(self) -> None:
+        if self.step_ends is None:
             raise ValueError("step_ends: step_offsets without step_ends says nothing about tokens; pass both")
-        ends = check.integers("step_ends", steps["step_ends"])
+        ends = check.integers("step_ends", self.step_ends)
         offsets = check.offsets("step_offsets", self.step_offsets, len(ends), "step_ends")
         check.length("step_offsets", offsets, len(self) + 1, "completion, plus one")
         check.step_ends(ends, offsets, self.lengths)
-        for name, array in steps.items():
-            check.length(name, array, len(ends), "entry of step_ends")
+        if self.step_rewards is not None:
+            check.length("step_rewards", self._column("step_rewards"), len(ends), "entry of step_ends")
+        if self.step_groups is not None:
+            label_groups("step_groups", self.step_groups, len(ends), "step")
         self._set("step_offsets", offsets)
         self._set("step_ends", ends)
 
@@ -158,7 +160,10 @@ class Rollouts:
             raise ValueError(f"{name}: these rollouts have none; there are {', '.join(have)}")
 
     def take(self, rows: npt.ArrayLike) -> Rollouts:
-        """The completions at these positions (or where a boolean array is true), in that order, copied."""
+        """The completions at these positions (or where a boolean array is true), in that order, copied.
+
+        Labels of groups, trajectories and step groups become numbers that tell the same apart.
+        """
         index = check.any_array("rows", rows)
         index = np.flatnonzero(index) if index.dtype == bool else check.integers("rows", index)
         outside = (index < 0) | (index >= len(self))
@@ -170,8 +175,16 @@ class Rollouts:
         new |= {name: column[tokens] for name, column in self._given(*TOKEN_COLUMNS).items()}
         if self.step_offsets is not None:
             steps, new["step_offsets"] = _gather(self.step_offsets, index)
-            new |= {name: column[steps] for name, column in self._given(*STEP_COLUMNS).items()}
-        new |= {name: column[index] for name, column in self._given(*ROW_COLUMNS).items()}
+            new |= {name: column[steps] for name, column in self._given("step_ends", "step_rewards").items()}
+            if self.step_groups is not None:
+                new["step_groups"] = label_groups("step_groups", self.step_groups, len(self.step_ends), "step").codes[
+                    steps
+                ]
+        if self.rewards is not None:
+            new["rewards"] = self.rewards[index]
+        if self.trajectory_ids is not None:
+            labels = label_groups("trajectory_ids", self.trajectory_ids, len(self), "completion")
+            new["trajectory_ids"] = labels.codes[index]
         if self.group_ids is not None or self.group_offsets is not None:
             new |= {"group_ids": self.groups().codes[index], "group_offsets": None}
         return replace(self, **new)
@@ -200,11 +213,15 @@ class Rollouts:
         if mask is not None:
             arrays["mask"] = check.any_array("mask", mask)
         if not arrays:
-            raise ValueError(f"mask: nothing tells how long the completions are; pass mask or one of {', '.join(TOKEN_COLUMNS)}")
+            raise ValueError(
+                f"mask: nothing tells how long the completions are; pass mask or one of {', '.join(TOKEN_COLUMNS)}"
+            )
         first, shape = next((name, array.shape) for name, array in arrays.items())
         for name, array in arrays.items():
             if array.shape != shape or array.ndim < 2:
-                raise ValueError(f"{name}: expected shape (..., L) like {first} {shape}, got {array.shape}; reshape or slice it")
+                raise ValueError(
+                    f"{name}: expected shape (..., L) like {first} {shape}, got {array.shape}; reshape or slice it"
+                )
         n, width = int(np.prod(shape[:-1])), shape[-1]
         keep = np.ones((n, width), bool)
         holes = False
@@ -218,7 +235,9 @@ class Rollouts:
         others = {name: value for name, value in columns.items() if name not in arrays}
         return cls(token_offsets=_offsets(keep.sum(axis=1)), **flat, **others)
 
-    def to_padded(self, name: str, *, fill: float = 0, side: str = "right", length: int | None = None) -> npt.NDArray[Any]:
+    def to_padded(
+        self, name: str, *, fill: float = 0, side: str = "right", length: int | None = None
+    ) -> npt.NDArray[Any]:
         """A token column as (n_completions, L), padded with ``fill`` on the ``side`` "right" or "left".
 
         ``length`` is L; None: the longest completion. Raises ValueError where a completion is longer.
@@ -230,7 +249,9 @@ class Rollouts:
         width = int(lengths.max(initial=0)) if length is None else check.integer("length", length, least=0)
         if (lengths > width).any():
             at = int(np.argmax(lengths > width))
-            raise ValueError(f"length: completion {at} has {lengths[at]} tokens, more than {width}; pass a larger length")
+            raise ValueError(
+                f"length: completion {at} has {lengths[at]} tokens, more than {width}; pass a larger length"
+            )
         column = getattr(self, name)
         slots = np.arange(width)
         used = slots < lengths[:, None] if side == "right" else slots >= width - lengths[:, None]
@@ -259,7 +280,9 @@ class Rollouts:
         tokens, token_offsets = _concatenate(columns, TOKEN_COLUMNS)
         steps, step_offsets = _concatenate(columns, STEP_COLUMNS)
         if token_offsets is None:
-            raise ValueError(f"logp: nothing tells how long the completions are; pass one of {', '.join(TOKEN_COLUMNS)}")
+            raise ValueError(
+                f"logp: nothing tells how long the completions are; pass one of {', '.join(TOKEN_COLUMNS)}"
+            )
         others = {name: value for name, value in columns.items() if name not in {*TOKEN_COLUMNS, *STEP_COLUMNS}}
         if step_offsets is not None:
             others["step_offsets"] = step_offsets
@@ -271,7 +294,7 @@ class Rollouts:
         self._need(name)
         offsets = self.token_offsets if name in TOKEN_COLUMNS else self.step_offsets
         column = getattr(self, name)
-        return [column[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        return [column[a:b] for a, b in itertools.pairwise(offsets)]
 
     # ---- Arrow ----
 
@@ -309,18 +332,25 @@ class Rollouts:
             jagged["mask"] = mask
         padded = [name for name in columns if name in TOKEN_COLUMNS and name not in jagged]
         if padded or not all(getattr(value, "is_nested", False) for value in jagged.values()):
-            raise ValueError(f"{(padded or ['mask'])[0]}: expected a jagged tensor like {next(iter(jagged))}, got a padded one; convert it")
-        first, base = None, None
+            raise ValueError(
+                f"{(padded or ['mask'])[0]}: expected a jagged tensor like {next(iter(jagged))}, got a padded one; "
+                "convert it"
+            )
+        first, base = "", np.zeros(0, np.int64)
         flat: dict[str, Any] = {}
         for name, value in jagged.items():
             if name not in TOKEN_COLUMNS:
-                raise ValueError(f"{name}: only token columns are jagged tensors ({', '.join(TOKEN_COLUMNS)}); pass it flat")
+                raise ValueError(
+                    f"{name}: only token columns are jagged tensors ({', '.join(TOKEN_COLUMNS)}); pass it flat"
+                )
             values, offsets = _of_jagged(value)
-            if base is None:
+            if not first:
                 first, base = name, offsets
             elif not np.array_equal(base, offsets):
                 at = int(np.argmax(np.diff(base) != np.diff(offsets))) if len(base) == len(offsets) else 0
-                raise ValueError(f"{name}: completion {at} has another length than in {first}; check that both come from one batch")
+                raise ValueError(
+                    f"{name}: completion {at} has another length than in {first}; check that both come from one batch"
+                )
             flat[name] = values
         others = {name: value for name, value in columns.items() if name not in jagged}
         return cls(token_offsets=base, **flat, **others)
@@ -353,23 +383,32 @@ def _gather(offsets: Int, index: Int) -> tuple[Int, Int]:
     return np.arange(new[-1]) + np.repeat(offsets[:-1][index] - new[:-1], lengths), new
 
 
-def _concatenate(columns: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, npt.NDArray[Any]], Int | None]:
-    flat: dict[str, npt.NDArray[Any]] = {}
+def _concatenate(columns: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Int | None]:
+    flat: dict[str, Any] = {}
     first, base = "", None
     for name in names:
         if columns.get(name) is None:
             continue
-        parts = [check.any_array(name, part) for part in columns[name]]
+        parts = (
+            list(columns[name]) if name == "step_groups" else [check.any_array(name, part) for part in columns[name]]
+        )
         lengths = np.array([len(part) for part in parts], np.int64)
         if base is None:
             first, base = name, lengths
         elif len(lengths) != len(base):
-            raise ValueError(f"{name}: has {len(lengths)} completions where {first} has {len(base)}; pass one list per completion")
+            raise ValueError(
+                f"{name}: has {len(lengths)} completions where {first} has {len(base)}; pass one list per completion"
+            )
         elif (lengths != base).any():
             at = int(np.argmax(lengths != base))
-            raise ValueError(f"{name}: completion {at} has {lengths[at]} entries where {first} has {base[at]}; cut them alike")
+            raise ValueError(
+                f"{name}: completion {at} has {lengths[at]} entries where {first} has {base[at]}; cut them alike"
+            )
         full = [part for part in parts if len(part)]
-        flat[name] = np.concatenate(full) if full else np.zeros(0)
+        if name == "step_groups":  # labels: an array would make 1 and "1" the same
+            flat[name] = [label for part in columns[name] for label in part]
+        else:
+            flat[name] = np.concatenate(full) if full else np.zeros(0)
     return flat, None if base is None else _offsets(base)
 
 

@@ -36,8 +36,9 @@ class Surrogate:
     ratio: bool = True  # whether f depends on lam at all
 
 
-def _clip(epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None,
-          dual_clip: float | None = None) -> Bounds:
+def _clip(
+    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, dual_clip: float | None = None
+) -> Bounds:
     # -min(min(r, delta) A, clip(r) A) and the dual clip both come down to three bounds on r:
     # from above for A > 0, and from both sides for A < 0.
     if delta is not None and dual_clip is not None:
@@ -57,7 +58,7 @@ def _cispo(epsilon: float | None = None, epsilon_high: float | None = None, cisp
     else:
         if epsilon_high is None:
             raise ValueError(
-                f"epsilon_high: cispo_bound={cispo_bound!r} makes it the largest weight itself, so there is no default; "
+                f"epsilon_high: cispo_bound={cispo_bound!r} makes it the largest weight itself, so it has no default; "
                 "pass one, such as epsilon_high=5.0"
             )
         if (epsilon is None) == (cispo_bound == "absolute"):
@@ -77,15 +78,26 @@ def _sapo(sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05)
 
 SURROGATES: dict[str, Surrogate] = {
     "clip": Surrogate(
-        0, "-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)",
-        ("epsilon", "epsilon_high", "delta", "dual_clip"), _clip,
-        "arXiv:1707.06347 eq. 7; delta: TRL 1.16.0 GRPOTrainer._compute_loss; dual_clip: arXiv:1912.09729"),
+        0,
+        "-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)",
+        ("epsilon", "epsilon_high", "delta", "dual_clip"),
+        _clip,
+        "arXiv:1707.06347 eq. 7; delta: TRL 1.16.0 GRPOTrainer._compute_loss; dual_clip: arXiv:1912.09729",
+    ),
     "cispo": Surrogate(
-        1, "-stop_gradient(clip(r, low, high)) A logp",
-        ("epsilon", "epsilon_high", "cispo_bound"), _cispo, "arXiv:2506.13585"),
+        1,
+        "-stop_gradient(clip(r, low, high)) A logp",
+        ("epsilon", "epsilon_high", "cispo_bound"),
+        _cispo,
+        "arXiv:2506.13585",
+    ),
     "sapo": Surrogate(
-        2, "-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A",
-        ("sapo_temperature_pos", "sapo_temperature_neg"), _sapo, "arXiv:2511.20347"),
+        2,
+        "-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A",
+        ("sapo_temperature_pos", "sapo_temperature_neg"),
+        _sapo,
+        "arXiv:2511.20347",
+    ),
     "gpg": Surrogate(3, "-A logp", (), Bounds, "arXiv:2504.02546", ratio=False),
 }
 
@@ -123,13 +135,21 @@ class Aggregation:
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    "token-mean": Aggregation("sum of all * num_processes / num_items_in_batch", ("num_items_in_batch", "num_processes"), "arXiv:2503.14476"),
+    "token-mean": Aggregation(
+        "sum of all * num_processes / num_items_in_batch", ("num_items_in_batch", "num_processes"), "arXiv:2503.14476"
+    ),
     "token-sum": Aggregation("sum of all", (), "verl 0.9.1 core_algos.agg_loss"),
-    "seq-mean-token-mean": Aggregation("mean over sequences of token means", ("num_sequences",), "arXiv:2402.03300 eq. 3"),
-    "seq-mean-token-sum": Aggregation("mean over sequences of token sums", ("num_sequences",), "verl 0.9.1 core_algos.agg_loss"),
+    "seq-mean-token-mean": Aggregation(
+        "mean over sequences of token means", ("num_sequences",), "arXiv:2402.03300 eq. 3"
+    ),
+    "seq-mean-token-sum": Aggregation(
+        "mean over sequences of token sums", ("num_sequences",), "verl 0.9.1 core_algos.agg_loss"
+    ),
     "seq-mean-token-sum-norm": Aggregation(
         "mean over sequences of token sums / a constant length",
-        ("num_sequences", "loss_scale_factor", "max_completion_length"), "arXiv:2503.20783"),
+        ("num_sequences", "loss_scale_factor", "max_completion_length"),
+        "arXiv:2503.20783",
+    ),
     "prompt-mean": Aggregation("mean over prompts of token means", ("num_groups",), "SkyRL; verl-project/verl#2776"),
 }
 
@@ -150,8 +170,9 @@ METHODS: dict[str, Method] = {
     "grpo": Method("clip", "seq-mean-token-mean", "arXiv:2402.03300 eq. 3"),
     "bnpo": Method("clip", "token-mean", "TRL 1.16.0 loss_type='bnpo'", denominators=()),
     "dapo": Method("clip", "token-mean", "arXiv:2503.14476"),
-    "dr_grpo": Method("clip", "seq-mean-token-sum-norm", "arXiv:2503.20783",
-                      denominators=("num_sequences", "max_completion_length")),
+    "dr_grpo": Method(
+        "clip", "seq-mean-token-sum-norm", "arXiv:2503.20783", denominators=("num_sequences", "max_completion_length")
+    ),
     "gspo": Method("clip", "seq-mean-token-mean", "arXiv:2507.18071", levels=("sequence",)),
     "gspo_token": Method("clip", "seq-mean-token-mean", "arXiv:2507.18071 section 4.3", levels=("sequence_token",)),
     "cispo": Method("cispo", "token-mean", "arXiv:2506.13585"),

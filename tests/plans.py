@@ -31,7 +31,9 @@ def plan(rng: np.random.Generator, surrogate: str, level: int, dtype: np.dtype[A
         "pre_hi": INF if pre == c.PRE_IDENTITY else 0.37,
         "lam_lo": -0.21 if clamp else -INF,
         "lam_hi": 0.23 if clamp else INF,
-        "weight_use": rng.choice([c.USE_MULTIPLY, c.USE_LOG_OFFSET, c.USE_GEOMETRIC_MEAN]) if sequence else c.USE_MULTIPLY,
+        "weight_use": rng.choice([c.USE_MULTIPLY, c.USE_LOG_OFFSET, c.USE_GEOMETRIC_MEAN])
+        if sequence
+        else c.USE_MULTIPLY,
         "kl": rng.choice([c.KL_NONE, *(row.id for row in KL_ESTIMATORS.values())]),
         "kl_straight_through": rng.choice([0, 0, 1]),
         "kl_clamp_in": rng.choice([INF, 0.4]),
@@ -54,7 +56,11 @@ def kinks(p: c.Plan) -> list[float]:
 
 
 def batch(
-    rng: np.random.Generator, p: c.Plan, dtype: np.dtype[Any], lengths: tuple[int, ...] = LENGTHS, spread: float = 0.25,
+    rng: np.random.Generator,
+    p: c.Plan,
+    dtype: np.dtype[Any],
+    lengths: tuple[int, ...] = LENGTHS,
+    spread: float = 0.25,
     mask: bool | None = None,
 ) -> c.Batch:
     """Completions in shuffled ranges with gaps, poison in everything masked, and what the plan may use."""

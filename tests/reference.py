@@ -194,8 +194,7 @@ class Opinion:
     per_completion: np.ndarray
     metrics: dict[str, float]
     loss_terms: float  # sum of the absolute terms of the loss
-    grad_terms: np.ndarray  # sum of the absolute terms of every gradient
-    grad_units: np.ndarray  # w |c A|: a surrogate's slope before its ratio, gate or clip makes it smaller
+    grad_terms: np.ndarray | None  # sum of the absolute terms of every gradient, w |c A| before ratio, gate and clip too
     scale: float  # 1 / the largest weight of a completion: gradients are compared times this
 
 
@@ -225,8 +224,8 @@ def weights(batch: Batch, mask: np.ndarray, mode: str, o: dict[str, Any]) -> np.
     raise KeyError(f"tests/reference.py has no aggregation {mode!r}")
 
 
-def evaluate(batch: Batch, options: dict[str, Any]) -> Opinion:
-    """The loss of a batch under options as :func:`batches.arguments` takes them."""
+def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> Opinion:
+    """The loss of a batch under options as :func:`batches.arguments` takes them; ``terms`` asks for grad_terms."""
     torch = _torch()
     surrogate, mode, level = METHODS[options["loss_type"]]
     o = {**DEFAULTS, **{k: v for k, v in options.items() if v is not None}}
@@ -306,12 +305,11 @@ def evaluate(batch: Batch, options: dict[str, Any]) -> Opinion:
 
     return Opinion(
         loss=float(per_completion.sum()),
-        grad=flat(gradient(policy) + gradient(beta * penalty)),
+        grad=flat(gradient(policy + beta * penalty)),
         per_completion=per_completion,
         metrics=_metrics(lam, adv, penalty, policy, rows, mask, level, surrogate, o),
         loss_terms=float((rows * (policy.abs() + (beta * penalty).abs())).sum().detach()),
-        grad_terms=flat(sum(gradient(part).abs() for part in separately)),
-        grad_units=flat((rows * weight * adv).abs()),
+        grad_terms=flat(sum(gradient(part).abs() for part in separately) + (rows * weight * adv).abs()) if terms else None,
         scale=1.0 / max(float(w.max(initial=0.0)), 1e-300),
     )
 

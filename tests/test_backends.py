@@ -22,7 +22,11 @@ EXACT = ("clip_low", "clip_high", "non_finite")
 
 
 def _variants() -> list[str]:
-    native = [f"cython/{isa}" for isa in _backends.get("cython").isas()] if _backends.why_not("cython") is None else ["cython"]
+    native = (
+        [f"cython/{isa}" for isa in _backends.get("cython").isas()]
+        if _backends.why_not("cython") is None
+        else ["cython"]
+    )
     return [*native, "numba"]
 
 
@@ -41,7 +45,9 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
         module.select_isa(before)
 
 
-def run(module: Any, plan: c.Plan, batch: c.Batch, grad_dtype: Any, n_threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    module: Any, plan: c.Plan, batch: c.Batch, grad_dtype: Any, n_threads: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     grad = np.full(len(batch.logp), 7.5, grad_dtype)
     stats = np.full((len(batch.start), len(c.STATS)), np.nan)
     module.policy_loss(plan, batch, grad, stats, n_threads)
@@ -59,7 +65,9 @@ def oracle(monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: c.Batch) -> tup
         r = np.exp(np.clip(lam[:n], -plan.exp_bound, plan.exp_bound))
         # exp(x) - 1 - x is compared relative to its own terms and not to 1 + x + exp(x): it must be compensated
         weighted = np.abs(t.A * (1.0 if t.weight is None else t.weight)).max()
-        scales.append([np.abs(surrogate).sum(), np.abs(kl).sum(), np.abs(lam[:n]).sum(), row[3], r.sum(), (r * r).sum(), weighted])
+        scales.append(
+            [np.abs(surrogate).sum(), np.abs(kl).sum(), np.abs(lam[:n]).sum(), row[3], r.sum(), (r * r).sum(), weighted]
+        )
         return row
 
     monkeypatch.setattr(_numpy, "_statistics", spying)
@@ -70,7 +78,9 @@ def oracle(monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: c.Batch) -> tup
     return grad, stats, full
 
 
-def compare(kernels: Any, monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: c.Batch, dtype: Any, label: str) -> None:
+def compare(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: c.Batch, dtype: Any, label: str
+) -> None:
     grad, stats = run(kernels, plan, batch, dtype)
     again = run(kernels, plan, batch, dtype, n_threads=2)
     np.testing.assert_array_equal(grad, again[0], err_msg=label)
@@ -88,13 +98,17 @@ def compare(kernels: Any, monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: 
         bound = tolerance * scales[:, k].sum() + floor
         assert error <= bound, f"{label}: {name} off by {error / bound:.3g} x the tolerance"
         # one completion may be one token, with nothing to average its few roundings
-        np.testing.assert_array_less(np.abs(stats[:, column] - want[:, column]), 3 * tolerance * scales[:, k] + floor, f"{label}: {name}")
+        np.testing.assert_array_less(
+            np.abs(stats[:, column] - want[:, column]), 3 * tolerance * scales[:, k] + floor, f"{label}: {name}"
+        )
     for name in EXACT:
         column = c.STATS.index(name)
         np.testing.assert_allclose(stats[:, column], want[:, column], rtol=1e-15, err_msg=f"{label}: {name}")
     for name in ("log_ratio_min", "log_ratio_max"):
         column = c.STATS.index(name)
-        np.testing.assert_allclose(stats[:, column], want[:, column], rtol=max(tolerance, 1e-12), atol=tolerance, err_msg=label)
+        np.testing.assert_allclose(
+            stats[:, column], want[:, column], rtol=max(tolerance, 1e-12), atol=tolerance, err_msg=label
+        )
 
     owned = np.zeros(len(grad), bool)
     for a, b in zip(batch.start, batch.stop, strict=True):
@@ -106,7 +120,9 @@ def compare(kernels: Any, monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: 
         want_part = np.clip(want_grad[a:b], -float(np.finfo(dtype).max), float(np.finfo(dtype).max))
         size = max(np.abs(want_part).max(), batch.weights[i] * scales[i, -1])
         error = np.abs(grad[a:b] - want_part).max()
-        assert error <= 2 * tolerance * size + floor, f"{label}: gradient of completion {i} off by {error / max(size, floor):.3g}"
+        assert error <= 2 * tolerance * size + floor, (
+            f"{label}: gradient of completion {i} off by {error / max(size, floor):.3g}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["float64", "float32"])
@@ -127,14 +143,32 @@ def test_commonest_loss_in_float32(kernels: Any, mask: bool, reference: bool, mo
     for seed in range(12):
         rng = np.random.default_rng([7, seed])
         plan = plans.plan(
-            rng, "clip", c.LEVEL_TOKEN, np.float32, pre=c.PRE_IDENTITY, lam_lo=-np.inf, lam_hi=np.inf, kl=3 * reference,
-            kl_straight_through=0, kl_clamp_in=np.inf, kl_clamp_out=np.inf, rho=c.RHO_NONE,
+            rng,
+            "clip",
+            c.LEVEL_TOKEN,
+            np.float32,
+            pre=c.PRE_IDENTITY,
+            lam_lo=-np.inf,
+            lam_hi=np.inf,
+            kl=3 * reference,
+            kl_straight_through=0,
+            kl_clamp_in=np.inf,
+            kl_clamp_out=np.inf,
+            rho=c.RHO_NONE,
             **({"p2": 3.0} if seed % 2 else {}),
         )
         batch = plans.batch(rng, plan, np.float32, mask=mask)
-        arrays = {name: None if (a := getattr(batch, name)) is None else a.astype(np.float32) for name in ("old_logp", "ref_logp")}
+        arrays = {
+            name: None if (a := getattr(batch, name)) is None else a.astype(np.float32)
+            for name in ("old_logp", "ref_logp")
+        }
         batch = batch._replace(
-            **arrays, token_weight=None, step_advantages=None, step_offsets=None, step_ends=None, token_advantages=None,
+            **arrays,
+            token_weight=None,
+            step_advantages=None,
+            step_offsets=None,
+            step_ends=None,
+            token_advantages=None,
             advantages=rng.normal(0, 1, len(batch.start)) * (rng.random(len(batch.start)) < 0.8),
         )
         compare(kernels, monkeypatch, plan, batch, np.float32, f"seed {seed} {plan}")
@@ -152,7 +186,9 @@ def test_long_completions(kernels: Any, level: int, dtype: Any, monkeypatch: pyt
 
 @pytest.mark.parametrize("spread", [5.0, 30.0, 200.0])
 @pytest.mark.parametrize("surrogate", SURROGATES)
-def test_extreme_ratios_stay_finite(kernels: Any, surrogate: str, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extreme_ratios_stay_finite(
+    kernels: Any, surrogate: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for dtype in (np.float32, np.float64):
         for level in (c.LEVEL_TOKEN, c.LEVEL_SEQUENCE, c.LEVEL_SEQUENCE_TOKEN):
             rng = np.random.default_rng([5, level])
@@ -162,3 +198,23 @@ def test_extreme_ratios_stay_finite(kernels: Any, surrogate: str, spread: float,
             assert np.isfinite(grad).all()
             assert np.isfinite(stats[:, : c.STATS.index("log_ratio_min")]).all()
             compare(kernels, monkeypatch, plan, batch, dtype, str(plan))
+
+
+def test_exact_sums_of_anything(kernels: Any) -> None:
+    """Many magnitudes, overflow on the way and numbers that are not finite: the sums of math.fsum, in bounds."""
+    rng = np.random.default_rng(3)
+    pairs = np.ldexp(rng.uniform(0.5, 1, 500) * rng.choice([-1, 1], 500), rng.integers(-1000, 1000, 500))
+    columns = {
+        "cancel": (np.concatenate([pairs, -pairs[::-1]]), 0.0),
+        "one is left": (np.concatenate([pairs, -pairs[:0:-1], [0.0]]), pairs[0]),
+        "too large": (np.full(1000, 1e308), np.inf),
+        "too large on the way": (np.concatenate([np.full(500, 1e308), np.full(499, -1e308), [1.0]]), 1e308),
+        "inf": (np.where(np.arange(1000) % 7, 1.0, np.inf), np.inf),
+        "nan": (np.where(np.arange(1000) % 3, 1.0, np.nan), np.nan),
+        "inf and -inf": (np.tile([np.inf, 1.0, -np.inf, 1.0], 250), np.nan),
+    }
+    for name, (column, exact) in columns.items():
+        for values in (column, column[::-1], rng.permutation(column)):
+            table = np.ascontiguousarray(np.stack([values, values], axis=1))
+            np.testing.assert_array_equal(kernels.sum_columns(table), [exact, exact], err_msg=name)
+    assert kernels.pool_std(np.where(np.arange(400) % 2, 1e200, -1e200), 0, 2.0**-52) == np.inf

@@ -30,7 +30,9 @@ def pad(parts: list[np.ndarray], side: str, width: int, poison: float) -> np.nda
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("options", [{}, {"loss_type": "gspo"}, {"loss_type": "dr_grpo"}, {"loss_type": "cispo"}, {"loss_type": "sapo"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_type": "gspo"}, {"loss_type": "dr_grpo"}, {"loss_type": "cispo"}, {"loss_type": "sapo"}]
+)
 def test_equal_to_packed(backend: str, dtype: Any, side: str, options: dict[str, Any]) -> None:
     lengths = [17, 0, 300, 1, 256, 31]
     parts = rows(3, lengths, dtype)
@@ -53,7 +55,9 @@ def test_holes_and_token_advantages(backend: str) -> None:
     arrays = {name: pad(values, "right", 6, 0.0) for name, values in parts.items()}
     mask = np.array([[0, 1, 0, 1, 1, 0], [1, 1, 0, 1, 0, 0]])
     advantages = np.arange(12.0).reshape(2, 6) - 5
-    result = gf.padded.grpo_loss(*arrays.values(), advantages, mask, advantage_level="token", loss_type="dapo", backend=backend)
+    result = gf.padded.grpo_loss(
+        *arrays.values(), advantages, mask, advantage_level="token", loss_type="dapo", backend=backend
+    )
     keep = mask.astype(bool)
     flat = [a[keep] for a in arrays.values()]
     want = gf.grpo_loss(*flat, advantages[keep], [0, 3, 6], advantage_level="token", loss_type="dapo", backend=backend)
@@ -67,7 +71,9 @@ def test_one_call(backend: str) -> None:
     logp = -rng.exponential(1, (3, 4, 5))
     mask = rng.random((3, 4, 5)) < 0.8
     rewards = rng.integers(0, 2, (3, 4))
-    advantages, result = gf.padded.grpo(rewards, logp, logp - 0.1, logp + 0.1, mask, loss_type="dapo", ddof=1, backend=backend)
+    advantages, result = gf.padded.grpo(
+        rewards, logp, logp - 0.1, logp + 0.1, mask, loss_type="dapo", ddof=1, backend=backend
+    )
     np.testing.assert_array_equal(advantages, gf.group_advantages(rewards, ddof=1, backend=backend))
     want = gf.padded.grpo_loss(logp, logp - 0.1, logp + 0.1, advantages, mask, loss_type="dapo", backend=backend)
     assert result.loss == want.loss
@@ -76,7 +82,9 @@ def test_one_call(backend: str) -> None:
 
 def test_prompts_are_the_first_of_three_dimensions(backend: str) -> None:
     logp = -np.ones((2, 2, 3))
-    result = gf.padded.grpo_loss(logp, None, None, [[-1.0, -2.0], [-4.0, -6.0]], loss_agg_mode="prompt-mean", backend=backend)
+    result = gf.padded.grpo_loss(
+        logp, None, None, [[-1.0, -2.0], [-4.0, -6.0]], loss_agg_mode="prompt-mean", backend=backend
+    )
     assert result.loss == pytest.approx((1.5 + 5.0) / 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -29,7 +30,8 @@ from options import kinks, options, whole_batch
 
 import grpo_fast as gf
 
-quick = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+EXAMPLES = int(os.environ.get("GRPO_FAST_EXAMPLES", "40"))
+quick = settings(deadline=None, max_examples=EXAMPLES, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -170,9 +172,23 @@ def test_one_weight_a_row_is_that_weight_on_its_tokens(batch: Batch, chosen: dic
 
 
 @quick
-@given(batch=batches(), chosen=options(advantages=("completion", "token")), left=st.booleans(), extra=st.integers(0, 40), seed=seeds)
-def test_padded_is_ragged(batch: Batch, chosen: dict[str, Any], left: bool, extra: int, seed: int, backend: str) -> None:
+@given(
+    batch=batches(),
+    chosen=options(advantages=("completion", "token")),
+    left=st.booleans(),
+    leading=st.booleans(),
+    extra=st.integers(0, 40),
+    seed=seeds,
+)
+def test_padded_is_ragged(
+    batch: Batch, chosen: dict[str, Any], left: bool, leading: bool, extra: int, seed: int, backend: str
+) -> None:
     assume(batch.rows > 0)
+    if not leading:  # then every row starts with a token that counts, or has none
+        mask = batch.mask.copy()
+        counts = batch.counts()
+        mask[batch.token_offsets[:-1][counts > 0]] = True
+        batch = replace(batch, mask=mask)
     args, keywords = arguments(batch, chosen)
     ragged = gf.grpo_loss(*args, **keywords, backend=backend)
     wide = pad(poisoned(batch, seed) if chosen["use_mask"] else batch, int(batch.lengths.max()) + extra, fill=np.nan, left=left)
@@ -187,12 +203,28 @@ def test_padded_is_ragged(batch: Batch, chosen: dict[str, Any], left: bool, extr
     assert (padded.grad[~keywords["mask"]] == 0).all()
     flat = np.zeros_like(ragged.grad)
     flat[wide["slots"][inside]] = padded.grad[inside]
-    if left:  # chunks are counted from the start of the row, so bits may differ
+    if leading:  # padded rows begin at their first counted slot, so sums are cut elsewhere and the last bits differ
         tight = 1e-12 if batch.logp.dtype == np.float64 else 2e-6
         most = float(np.abs(ragged.grad).max(initial=0.0))
         np.testing.assert_allclose(flat, ragged.grad, rtol=tight, atol=tight * most)
     else:
         same(replace(padded, grad=flat), ragged)
+
+
+@quick
+@given(batch=batches(max_rows=4), scale=st.sampled_from(["group", "batch", "none"]), seed=seeds)
+def test_padded_in_one_call(batch: Batch, scale: str, seed: int, backend: str) -> None:
+    assume(batch.rows == 4 and batch.lengths.max() > 0)
+    wide = pad(poisoned(batch, seed), fill=np.nan)
+    shape = (2, 2, -1)
+    cubes = {name: wide[name].reshape(shape) for name in ("logp", "old_logp", "ref_logp", "mask")}
+    rewards = np.random.default_rng(seed).integers(0, 3, (2, 2)).astype(np.float64)
+    advantages, result = gf.padded.grpo(rewards, *cubes.values(), scale=scale, loss_type="dapo", backend=backend)
+    np.testing.assert_array_equal(advantages, gf.group_advantages(rewards, scale=scale, backend=backend))
+    flat = gf.padded.grpo_loss(
+        *(wide[name] for name in ("logp", "old_logp", "ref_logp")), advantages.ravel(), wide["mask"], loss_type="dapo", backend=backend
+    )
+    same(replace(result, grad=result.grad.reshape(flat.grad.shape)), flat)
 
 
 @quick

@@ -36,10 +36,17 @@ def test_loops_know_no_formulas() -> None:
 def test_tables_and_formulas_have_the_same_numbers() -> None:
     from grpo_fast.tables import KL_ESTIMATORS, SURROGATES
 
-    cases = dict(re.findall(r"CASE\((\d+), (\w+)\)", (ROOT / "src/formulas.inc.h").read_text().split("#define SURROGATES")[1].split("#")[0]))
+    cases = dict(
+        re.findall(
+            r"CASE\((\d+), (\w+)\)",
+            (ROOT / "src/formulas.inc.h").read_text().split("#define SURROGATES")[1].split("#")[0],
+        )
+    )
     assert {str(row.id): name for name, row in SURROGATES.items()} == cases
     kls = dict(re.findall(r"CASE\((\d+), (\w+)\)", (ROOT / "src/formulas.inc.h").read_text().split("#define KLS")[1]))
-    assert {str(row.id): name for name, row in KL_ESTIMATORS.items()} == {k: v.removeprefix("k") if v == "kabs" else v for k, v in kls.items()}
+    assert {str(row.id): name for name, row in KL_ESTIMATORS.items()} == {
+        k: v.removeprefix("k") if v == "kabs" else v for k, v in kls.items()
+    }
 
 
 def test_statistics_have_the_same_order_in_c() -> None:
@@ -47,14 +54,20 @@ def test_statistics_have_the_same_order_in_c() -> None:
 
     enum = re.search(r"enum \{\s*(STAT_.*?)N_STATS", (ROOT / "src/contract.h").read_text(), re.DOTALL)
     assert enum is not None
-    assert [name.strip().removeprefix("STAT_").lower() for name in enum.group(1).split(",") if name.strip()] == list(STATS)
+    assert [name.strip().removeprefix("STAT_").lower() for name in enum.group(1).split(",") if name.strip()] == list(
+        STATS
+    )
 
 
 def test_modules_without_a_print() -> None:
     for path in (ROOT / "grpo_fast").glob("*.py"):
         if path.name in ("_info.py", "cli.py", "__main__.py"):
             continue
-        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"]
+        calls = [
+            n
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"
+        ]
         assert not calls, path
 
 

@@ -1,4 +1,4 @@
-"""Print the N-th shell command of the README, for CI to run it as a reader would: ``python tools/readme_command.py 1``."""
+"""Print the N-th shell command of the README, for CI to run it as a reader would: ``readme_command.py 1``."""
 
 import re
 import sys

@@ -15,8 +15,8 @@ NATIVE = os.environ.get("GRPO_FAST_NATIVE", "auto")
 SANITIZE = os.environ.get("GRPO_FAST_SANITIZE", "")
 DEBUG = os.environ.get("GRPO_FAST_DEBUG", "0") == "1"
 
-# Never a fast-math flag: see CONTRIBUTING.md. These two only say that nobody reads errno or traps. The last is for
-# clang, which warns of every loop that it could have left alone.
+# Never a fast-math flag: see CONTRIBUTING.md. -fno-math-errno and -fno-trapping-math only say that nobody reads errno
+# or traps; the last is for clang, which warns of every loop that it could have left alone.
 FLAGS = [
     "-O3",
     "-std=gnu11",

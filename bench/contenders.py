@@ -34,9 +34,11 @@ def library(backend: str, n_threads: int, isa: str | None = None) -> Contender:
             return None
         grad = np.empty_like(work.flat["logp"])
 
+        best = None if backend != "cython" else module.isas()[-1]
+
         def call() -> gf.LossResult:
-            if isa is not None:
-                module.select_isa(isa)
+            if best is not None:
+                module.select_isa(isa or best)
             return gf.grpo_loss(
                 work.flat["logp"],
                 work.flat["old_logp"],

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ._validate import one_of
@@ -18,6 +19,7 @@ _WAY_OUT = {
     "numba": "numba does not import; pip install 'grpo-fast[numba]'",
     "numpy": "NumPy does not import",
 }
+_LEAVE_THE_TREE = "run Python from another folder to use what pip installed, or pip install -e . to build in place"
 
 _chosen: str | None = None
 
@@ -32,6 +34,8 @@ def why_not(name: str) -> str | None:
     try:
         importlib.import_module(f"grpo_fast.{_MODULES[name]}")
     except ImportError as error:
+        if name == "cython" and (Path(__file__).parents[1] / "setup.py").exists():
+            return f"grpo_fast is imported from a source tree in which nothing is built; {_LEAVE_THE_TREE} ({error})"
         return f"{_WAY_OUT[name]} ({error})"
     return None
 

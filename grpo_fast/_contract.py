@@ -66,6 +66,10 @@ KL_NONE = 0
 #: float64, in which anything this large is summed.
 EXP_BOUND = {np.dtype(np.float32): 87.0, np.dtype(np.float64): 300.0}
 
+#: What log-probs, advantages, weights and rewards may be: products with saturated ratios and sums of
+#: them stay finite in float64. Every finite float32 is below.
+LARGEST = 1e50
+
 #: Columns of ``stats``, one row per completion, sums over its counted tokens unless said otherwise.
 #: At the sequence levels the ratio is one number per completion: ``log_ratio`` to ``ratio_sq`` are then
 #: that one number (0 without counted tokens) and the clip columns the share
@@ -81,8 +85,8 @@ STATS = (
     "clip_high",  # A_t > 0 and r_t > the surrogate's upper bound for A > 0
     "log_ratio_min",  # min of lam_t, +inf without counted tokens
     "log_ratio_max",  # max of lam_t, -inf without counted tokens
-    "non_finite",  # counted tokens with a log-prob, token advantage or token weight that is NaN or
-    # inf, or with a difference of log-probs that overflows float64;
+    "non_finite",  # counted tokens with a log-prob, token advantage or token weight that is NaN, or
+    # beyond +-LARGEST;
 )  # where it is not 0, the other columns and the gradient of the completion mean nothing
 
 

@@ -30,10 +30,17 @@ def _lines() -> list[str]:
     return [
         f"grpo-fast {__version__}, Python {platform.python_version()}, numpy {_version('numpy')}; {versions}",
         f"machine: {platform.machine()}, {platform.system()}",
-        f"backend: {_backends.default()} ({_why()})",
+        f"backend: {_in_force()}",
         *(f"  {name}: {_state(name)}" for name in _backends.NAMES),
         f"threads: {_threads.choose(sys.maxsize)} ({_thread_reason()})",
     ]
+
+
+def _in_force() -> str:
+    try:
+        return f"{_backends.default()} ({_why()})"
+    except ValueError as error:  # GRPO_FAST_BACKEND misspelt: this is where one comes to see it
+        return f"none: {error}"
 
 
 def _version(name: str) -> str:

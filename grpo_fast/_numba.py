@@ -570,13 +570,13 @@ def _flag_non_finite(source, s, first, n):
     if source.itemsize > 0:
         _load(source, s, D, first, n, True)
         for t in range(np.uint64(n)):
-            if not math.isfinite(s[D + t]):
+            if not abs(s[D + t]) <= c.LARGEST:
                 s[X + t] = 1
 
 
 @_inner
 def _count_non_finite(tokens, s, first, n):
-    """Counted tokens with a NaN or inf in any array; overwrites D and X. In float64 only."""
+    """Counted tokens with a NaN or something beyond LARGEST in any array; overwrites D and X. In float64 only."""
     _apart()
     _fill(s, X, 0)
     _flag_non_finite(tokens.logp, s, first, n)

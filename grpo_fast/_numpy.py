@@ -159,8 +159,7 @@ def _gather(batch: Batch, i: int, counted: Bool) -> _Tokens:
     given = [select(a) for a in (batch.old_logp, batch.ref_logp, batch.token_advantages, batch.token_weight)]
     old_logp, ref_logp, token_advantages, weight = given
     logp = batch.logp[batch.start[i] : batch.stop[i]][counted].astype(np.float64)
-    apart = [logp - a for a in (old_logp, ref_logp) if a is not None]
-    bad = np.any([~np.isfinite(a) for a in (logp, *given, *apart) if a is not None], axis=0)
+    bad = np.any([~(np.abs(a) <= c.LARGEST) for a in (logp, *given) if a is not None], axis=0)
 
     A = np.zeros_like(logp)
     if batch.advantages is not None:

@@ -27,7 +27,7 @@ _set: int | None = None
 def set_num_threads(n: int | None) -> None:
     """Use ``n`` threads where a call says nothing; ``None``: as many as are available."""
     global _set
-    _set = None if n is None else _positive("n", n)
+    _set = None if n is None or n == -1 else _positive("n", n)
 
 
 def choose(n_tokens: int, n_threads: int | None = None) -> int:
@@ -67,7 +67,12 @@ def run(worker: Callable[[], None], n_threads: int) -> None:
 
 
 def _positive(name: str, n: int) -> int:
-    value = operator.index(n)
+    try:
+        value = operator.index(n)
+    except TypeError:
+        raise TypeError(
+            f"{name}: expected a positive integer or -1, got {n!r}; use -1 for all available CPUs"
+        ) from None
     if value == -1:
         return _set or available()
     if value < 1:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._contract import Double, Int
+from ._contract import LARGEST, Double, Int
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
@@ -33,10 +33,13 @@ def number(name: str, value: Any, *, least: float = -np.inf, above: float = -np.
         if isinstance(value, (bool, np.bool_, str)):
             raise TypeError
         result = float(value)
+    except OverflowError:
+        result = np.inf
     except (TypeError, ValueError):
         raise TypeError(f"{name}: expected a number{bound}, got {type(value).__name__}; pass a float") from None
-    if not np.isfinite(result) or result < least or result <= above:
-        raise ValueError(f"{name}: expected a finite number{bound}, got {value!r}; pass such a number")
+    if not abs(result) <= LARGEST or result < least or result <= above:
+        shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:37]}..."
+        raise ValueError(f"{name}: expected a finite number{bound}, got {shown}; pass such a number")
     return result
 
 
@@ -51,16 +54,21 @@ def integer(name: str, value: Any, *, least: int) -> int:
 
 def any_array(name: str, values: Any) -> npt.NDArray[Any]:
     """NumPy's view of whatever this is: an array, a list, a torch tensor."""
-    if hasattr(values, "detach"):  # a torch tensor, possibly with a gradient, possibly bfloat16
-        values = values.detach()
-        if str(values.dtype) == "torch.bfloat16":
-            values = values.float()
-        values = values.cpu().numpy()
-    try:
-        return np.asarray(values)
-    except (ValueError, TypeError) as error:
+    if isinstance(values, np.ma.MaskedArray):
         raise TypeError(
-            f"{name}: expected an array, got {type(values).__name__} ({error}); pass one flat array"
+            f"{name}: a masked array's own mask would be ignored; pass .filled(np.nan), or a plain array and mask="
+        )
+    try:
+        if hasattr(values, "detach"):  # a torch tensor, possibly with a gradient, possibly bfloat16
+            values = values.detach()
+            if str(values.dtype) == "torch.bfloat16":
+                values = values.float()
+            values = values.cpu().resolve_conj().resolve_neg().numpy()
+        return np.asarray(values)
+    except Exception as error:  # whatever an object's own conversion raises, it is about this argument
+        raise TypeError(
+            f"{name}: expected an array, got {type(values).__name__} that does not become one ({error}); "
+            "pass a NumPy array"
         ) from None
 
 
@@ -185,33 +193,32 @@ def step_ends(ends: Int, step_offsets: Int, lengths: Int, name: str = "step_ends
 
 
 def mask(name: str, values: Any, expected: int) -> npt.NDArray[np.uint8]:
-    """A bool or 0/1 integer mask, one entry per token, as uint8 (a view where it already is)."""
+    """A mask of bools, or of 0 and 1, one entry per token, as uint8 (a view where it already is)."""
     array = any_array(name, values)
     if array.size == 0 and array.dtype.kind not in "bui":
         array = array.astype(np.bool_)
     _check_ndim(name, array, 1)
     length(name, array, expected, "token")
-    if array.dtype.kind not in "bui":
-        raise TypeError(f"{name}: expected bool or 0/1 integers, got dtype {array.dtype}; convert with .astype(bool)")
-    if array.dtype.kind in "ui" and array.size and (array.min() < 0 or array.max() > 1):
-        at = int(np.argmax((array < 0) | (array > 1)))
-        raise ValueError(f"{name}: expected 0 or 1, but {name}[{at}]={array[at]}; pass labels as (labels != -100)")
-    return np.ascontiguousarray(array).astype(np.uint8, copy=False).view(np.uint8)
+    if array.dtype.kind not in "bui" and not is_float(array.dtype):
+        raise TypeError(f"{name}: expected bool or 0 and 1, got dtype {array.dtype}; convert with .astype(bool)")
+    if array.dtype.kind != "b":
+        wrong = (array != 0) & (array != 1)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise ValueError(f"{name}: expected 0 or 1, but {name}[{at}]={array[at]}; pass labels as (labels != -100)")
+    array = np.ascontiguousarray(array)
+    return array.view(np.uint8) if array.dtype == np.bool_ else array.astype(np.uint8, copy=False)
 
 
-#: What advantages and weights may be: products with saturated ratios and sums stay finite.
-LARGEST = 1e100
-
-
-def finite(name: str, array: npt.NDArray[Any], unit: str, largest: float = np.inf) -> None:
-    """No NaN, no infinity, nothing beyond +-``largest``."""
+def finite(name: str, array: npt.NDArray[Any], unit: str) -> None:
+    """No NaN, nothing beyond +-LARGEST."""
     with np.errstate(invalid="ignore"):
-        good = np.isfinite(array) & (np.abs(array) <= largest)
+        good = np.abs(array) <= LARGEST
     if not good.all():
         at = tuple(int(i) for i in np.argwhere(~good)[0])
         entry = f"{name}[{', '.join(map(str, at))}]={array[at]}"
         if np.isfinite(array[at]):
-            raise ValueError(f"{name}: {entry} is too large to compute with; scale it below {largest:g}")
+            raise ValueError(f"{name}: {entry} is too large to compute with; scale it below {LARGEST:g}")
         raise ValueError(f"{name}: {entry} is not finite; mask that {unit} or drop it")
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from . import _backends
 from . import _validate as check
-from ._contract import SINGLETON_ZERO, Double, Int, PoolPlan
+from ._contract import LARGEST, SINGLETON_ZERO, Double, Int, PoolPlan
 from .groups import Groups, label_groups, make_groups, members, trajectory_groups
 from .tables import BASELINES, NAN_POLICIES, SCALES, SINGLETONS, TRAJECTORY_REWARDS
 
@@ -194,11 +194,11 @@ def finite_rewards(name: str, array: npt.NDArray[Any], nan_way_out: str | None) 
             raise ValueError(f"{name}: {entry} is NaN; {nan_way_out}")
         raise ValueError(f"{name}: {entry}={values[at]} is infinite; clip it or drop that row")
     with np.errstate(invalid="ignore"):
-        large = np.abs(values) > check.LARGEST
+        large = np.abs(values) > LARGEST
     if large.any():
         at = tuple(np.argwhere(large)[0].tolist())
         entry = f"{name}[{', '.join(map(str, at))}]={values[at]}"
-        raise ValueError(f"{name}: {entry} is too large to compute with; scale it below {check.LARGEST:g}")
+        raise ValueError(f"{name}: {entry} is too large to compute with; scale it below {LARGEST:g}")
     return values
 
 
@@ -215,7 +215,7 @@ def weighted_sum(name: str, values: Double, weights: npt.ArrayLike | None) -> Do
     with np.errstate(over="ignore", invalid="ignore"):
         for k, factor in enumerate(factors):  # not @: a matrix product may round differently from row to row
             total += np.where(missing[:, k], 0.0, values[:, k] * factor)
-    too_large = ~(np.abs(total) <= check.LARGEST)
+    too_large = ~(np.abs(total) <= LARGEST)
     if too_large.any():
         raise ValueError(
             f"{name}: the weighted sum of {name}[{int(np.argmax(too_large))}] is too large to compute with; "

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from . import _backends, _contract, _threads
 from . import _validate as check
 from . import weights as _weights
-from ._contract import STATS, Batch, Double, Int, Plan, Real
+from ._contract import LARGEST, STATS, Batch, Double, Int, Plan, Real
 from .groups import Groups, make_groups
 from .methods import OPTIONS, resolve
 from .tables import ADVANTAGE_LEVELS, WEIGHT_LEVELS
@@ -20,7 +20,7 @@ from .tables import ADVANTAGE_LEVELS, WEIGHT_LEVELS
 _COLUMN = {name: k for k, name in enumerate(STATS)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LossResult:
     """What :func:`grpo_loss` returns.
 
@@ -125,6 +125,7 @@ def grpo_loss(
         Default 0.2 and ``epsilon``. ``delta`` caps the unclipped ratio (TRL); ``dual_clip`` bounds
         the loss of a negative advantage by -dual_clip A (verl, AReaL).
     log_ratio_clamp : c, holds every token's log-ratio in [-c, c]; no gradient passes outside
+        The ratio in front of the KL (``kl_ratio_factor``) is the plain one.
     cispo_bound : "relative", "cap" or "absolute"
         What epsilon and epsilon_high mean for cispo: [1 - epsilon, 1 + epsilon_high]; weights up to
         epsilon_high itself (TRL, Liger); or both the weights' bounds (tinker).
@@ -148,7 +149,8 @@ def grpo_loss(
     ------
     ValueError, TypeError
         Naming the argument and the first bad index: lengths that disagree, offsets that decrease
-        or leave the buffer, non-finite numbers on counted tokens, options the method has no use for.
+        or leave the buffer, non-finite numbers on counted tokens (or beyond 1e50), options the method
+        has no use for. What ``grad_out`` holds after an error is undefined.
 
     Notes
     -----
@@ -308,7 +310,7 @@ def _per_completion(name: str, array: npt.NDArray[Any], counts: Int) -> Double:
     """As float64, finite wherever a token counts; elsewhere 0."""
     values = array.astype(np.float64)
     values[counts == 0] = 0.0
-    check.finite(name, values, "completion", check.LARGEST)
+    check.finite(name, values, "completion")
     return values
 
 
@@ -341,6 +343,11 @@ def _advantages(
     if level == "token":
         check.length("advantages", array, ranges.n_slots, "token")
         return None, None, None, None, check.kernel_ready(array)
+    if len(array) != len(counts) and len(array) == ranges.n_slots:
+        raise ValueError(
+            f"advantages: expected one entry per completion ({len(counts)}), got one per token ({len(array)}); "
+            "pass advantage_level='token'"
+        )
     check.length("advantages", array, len(counts), "completion")
     return _per_completion("advantages", array, counts), *step_batch, None
 
@@ -362,7 +369,7 @@ def _steps(
     offsets = check.offsets("step_offsets", step_offsets, len(ends), "step_ends")
     check.length("step_offsets", offsets, len(ranges.start) + 1, "completion, plus one")
     check.step_ends(ends, offsets, ranges.stop - ranges.start)
-    check.finite(name, values, "step", check.LARGEST)
+    check.finite(name, values, "step")
     return values, offsets, ends
 
 
@@ -380,15 +387,15 @@ def _gradient(
             if value is not None:
                 raise ValueError(f"{name}: compute_grad=False leaves nothing to write; leave {name} out")
         return None, None
+    if grad_dtype is not None:
+        _check_dtype(grad_dtype)
     if grad_out is not None:
         _check_grad_out(grad_out, batch, ranges.n_slots, grad_dtype)
         grad = grad_out
     else:
-        dtype = np.dtype(grad_dtype) if grad_dtype is not None else logp.dtype
+        dtype = logp.dtype if grad_dtype is None else np.dtype(grad_dtype)
         if grad_dtype is None and dtype.itemsize < 4:
             dtype = np.dtype(np.float32)
-        if not check.is_float(dtype):
-            raise TypeError(f"grad_dtype: expected a float dtype, got {dtype}; pass np.float32 or np.float64")
         grad = np.empty(ranges.n_slots, dtype.newbyteorder("="))
     kernel_grad = grad if grad.dtype.itemsize >= 4 else np.empty(ranges.n_slots, np.float32)
     if not ranges.packed or len(ranges.start) == 0:
@@ -397,6 +404,15 @@ def _gradient(
         kernel_grad[: ranges.start[0]] = 0
         kernel_grad[ranges.stop[-1] :] = 0
     return grad, kernel_grad
+
+
+def _check_dtype(grad_dtype: npt.DTypeLike) -> None:
+    try:
+        good = check.is_float(np.dtype(grad_dtype))
+    except TypeError:
+        good = False
+    if not good:
+        raise TypeError(f"grad_dtype: expected a float dtype, got {grad_dtype!r}; pass np.float32 or np.float64")
 
 
 def _check_grad_out(grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad_dtype: npt.DTypeLike | None) -> None:
@@ -442,20 +458,16 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
         "token_weight": batch.token_weight,
     }
     bad = {
-        name: tokens[~np.isfinite(array[tokens])]
+        name: wrong
         for name, array in arrays.items()
-        if array is not None and not np.isfinite(array[tokens]).all()
+        if array is not None and len(wrong := tokens[~(np.abs(array[tokens]) <= LARGEST)])
     }
-    if not bad:
-        raise ValueError(
-            f"logp: log-probs of completion {completion} are so far apart that they overflow; check their scale"
-        )
     name = min(bad, key=lambda key: int(bad[key][0]))
     token = int(bad[name][0])
     value = arrays[name][token]  # type: ignore[index]
     raise ValueError(
-        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite on a token "
-        f"that counts; set mask[{token}] to 0 or mend the value"
+        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite, or too large, "
+        f"on a token that counts; set mask[{token}] to 0 or mend the value"
     )
 
 

@@ -149,6 +149,6 @@ def _constant_length(denominators: dict[str, float], what: str, width: int | Non
     lengths = _take(denominators, ("loss_scale_factor", "max_completion_length"))
     if len(lengths) == 2:
         raise ValueError("loss_scale_factor: it and max_completion_length are the same divisor; pass one of the two")
-    if not lengths and not width:
+    if not lengths and width is None:
         raise ValueError(f"max_completion_length: {what} divides by a constant length; pass the generation limit")
-    return next(iter(lengths.values()), float(width or 0))
+    return next(iter(lengths.values()), float(max(width or 0, 1)))

@@ -7,6 +7,7 @@ skip what lies around, whatever it holds.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,10 @@ def grpo_loss(
     backend: str | None = None,
     **options: Any,
 ) -> LossResult:
-    """:func:`grpo_fast.grpo_loss` on padded arrays; the same numbers, to the last bit, as on the packed ones.
+    """:func:`grpo_fast.grpo_loss` on padded arrays; the same numbers as on the packed ones.
+
+    To the last bit, where packing keeps each row from its first counted slot to its last, as
+    :meth:`grpo_fast.Rollouts.from_padded` does.
 
     Parameters
     ----------
@@ -82,8 +86,10 @@ def grpo_loss(
         group_offsets = np.arange(rows[0] + 1) * rows[1]
     for name in options:
         if name not in OPTIONS:
+            close = difflib.get_close_matches(name, OPTIONS, n=1)
             raise TypeError(
-                f"padded.grpo_loss: got an unexpected keyword {name!r}; its options are {', '.join(sorted(OPTIONS))}"
+                f"padded.grpo_loss: got an unexpected keyword {name!r}; "
+                + (f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(sorted(OPTIONS))}")
             )
     result = evaluate(
         ranges,

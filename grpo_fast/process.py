@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from . import _backends
 from . import _validate as check
-from ._contract import Double, Int, PoolPlan
+from ._contract import LARGEST, Double, Int, PoolPlan
 from .advantages import check_ddof, check_eps, finite_rewards, rewards_array, standardize_rows, weighted_sum
 from .groups import Groups, crossed, label_groups, make_groups, members, trajectory_groups
 from .tables import CREDITS, POOLS, STEP_FORMS, TAILS
@@ -141,9 +141,21 @@ def process_advantages(
     steps = _steps(rewards, step_ends, step_offsets, np.diff(tokens))
     size = int(tokens[-1]) if level == "token" else len(rewards)
     if out is None:
-        out = np.empty(size, dtype)
+        try:
+            out = np.empty(size, dtype)
+        except (MemoryError, ValueError):
+            raise ValueError(
+                f"token_offsets: they end at {size}, more tokens than fit into memory; check them"
+            ) from None
     else:
         _check_out(out, size, dtype)
+        inputs: dict[str, Any] = {"step_rewards": rewards, "step_ends": step_ends, "step_offsets": step_offsets}
+        inputs |= {"token_offsets": token_offsets, "outcome_rewards": outcome_rewards}
+        for name, array in inputs.items():
+            if array is not None and np.may_share_memory(out, check.any_array(name, array)):
+                raise ValueError(
+                    f"out: it overlaps {name}, which would be overwritten while it is read; pass its own memory"
+                )
 
     groups = _groups(n, group_ids, group_offsets, options.pool, outcome_rewards is not None)
     trajectories = Groups(np.arange(n), n)  # each row its own
@@ -289,11 +301,13 @@ def _steps(rewards: npt.NDArray[Any], step_ends: npt.ArrayLike, step_offsets: np
     check.step_ends(ends, offsets, lengths)
     first, last = int(offsets[0]), int(offsets[-1])
     values = np.ascontiguousarray(rewards[first:last], np.float64)
-    infinite = np.isinf(values)
-    if infinite.any():
-        at = int(np.argmax(infinite))
+    with np.errstate(invalid="ignore"):
+        wrong = np.abs(values) > LARGEST
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        how = "infinite" if np.isinf(values[at]) else "too large to compute with"
         raise ValueError(
-            f"step_rewards: step_rewards[{first + at}]={values[at]} is infinite; "
+            f"step_rewards: step_rewards[{first + at}]={values[at]} is {how}; "
             "clip it, or set it to NaN to leave the step unscored"
         )
     owner = np.repeat(np.arange(len(lengths)), np.diff(offsets))
@@ -479,7 +493,7 @@ def _check_out(out: Any, size: int, dtype: np.dtype[Any]) -> None:
         else "a read-only array"
         if not out.flags.writeable
         else "an array with strides"
-        if not out.flags.c_contiguous
+        if not (out.flags.c_contiguous and out.flags.aligned)
         else None
     )
     if wrong is not None:

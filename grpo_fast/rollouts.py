@@ -18,11 +18,24 @@ from .losses import LossResult, grpo_loss
 from .process import process_advantages
 
 #: Columns with one entry per token, and per step; of the latter ``step_groups`` are labels, kept as they come.
-TOKEN_COLUMNS = ("token_ids", "logp", "old_logp", "ref_logp", "sampling_logp", "mask", "token_weight", "token_rewards")
+TOKEN_COLUMNS = (
+    "token_ids",
+    "logp",
+    "old_logp",
+    "ref_logp",
+    "sampling_logp",
+    "mask",
+    "token_weight",
+    "token_rewards",
+    "entropy",
+    "values",
+    "sum_pi_squared",
+    "policy_version",
+)
 STEP_COLUMNS = ("step_ends", "step_rewards", "step_groups")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Rollouts:
     """Rollouts as flat columns: completion i has tokens ``[token_offsets[i], token_offsets[i + 1])``.
 
@@ -33,6 +46,7 @@ class Rollouts:
     ----------
     token_offsets : (n_completions + 1,) int64
     token_ids, logp, old_logp, ref_logp, sampling_logp, mask, token_weight, token_rewards : (n_tokens,)
+    entropy, values, sum_pi_squared, policy_version : (n_tokens,), which some methods and diagnostics take
     step_offsets : (n_completions + 1,) int64
     step_ends, step_rewards, step_groups : (n_steps,)
     rewards : (n_completions,) or (n_completions, n_rewards)
@@ -58,6 +72,10 @@ class Rollouts:
     mask: Any = None
     token_weight: Any = None
     token_rewards: Any = None
+    entropy: Any = None
+    values: Any = None
+    sum_pi_squared: Any = None
+    policy_version: Any = None
     step_offsets: Any = None
     step_ends: Any = None
     step_rewards: Any = None
@@ -114,6 +132,11 @@ class Rollouts:
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
+
+    def __repr__(self) -> str:
+        columns = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        tokens = int(self.token_offsets[-1] - self.token_offsets[0])
+        return f"Rollouts({len(self)} completions, {tokens} tokens: {', '.join(columns)})"
 
     @property
     def lengths(self) -> Int:
@@ -253,6 +276,7 @@ class Rollouts:
                 f"length: completion {at} has {lengths[at]} tokens, more than {width}; pass a larger length"
             )
         column = getattr(self, name)
+        _check_fill(name, fill, column.dtype)
         slots = np.arange(width)
         used = slots < lengths[:, None] if side == "right" else slots >= width - lengths[:, None]
         out = np.full((len(self), width), fill, column.dtype)
@@ -339,6 +363,8 @@ class Rollouts:
         first, base = "", np.zeros(0, np.int64)
         flat: dict[str, Any] = {}
         for name, value in jagged.items():
+            if "jagged" not in str(value.layout):
+                raise ValueError(f"{name}: a nested tensor of layout {value.layout}; make it with layout=torch.jagged")
             if name not in TOKEN_COLUMNS:
                 raise ValueError(
                     f"{name}: only token columns are jagged tensors ({', '.join(TOKEN_COLUMNS)}); pass it flat"
@@ -355,14 +381,23 @@ class Rollouts:
         others = {name: value for name, value in columns.items() if name not in jagged}
         return cls(token_offsets=base, **flat, **others)
 
-    def to_torch(self, name: str) -> Any:
-        """A token column as a jagged nested tensor (``torch.nested``, layout ``torch.jagged``)."""
+    def to_torch(self, name: str, *, padded: bool = False, fill: float = 0, side: str = "right") -> Any:
+        """A token column as a jagged nested tensor (layout ``torch.jagged``), or padded as by :meth:`to_padded`.
+
+        bfloat16 columns become bfloat16 tensors.
+        """
         import torch
 
         check.one_of("name", name, TOKEN_COLUMNS)
         self._need(name)
         first, last = self.token_offsets[0], self.token_offsets[-1]
-        values = torch.from_numpy(np.require(getattr(self, name)[first:last], requirements=["C", "W"]))
+        column = self.to_padded(name, fill=fill, side=side) if padded else getattr(self, name)[first:last]
+        bfloat16 = column.dtype.name == "bfloat16"
+        dtype = np.dtype(np.float32) if bfloat16 else column.dtype.newbyteorder("=")
+        values = torch.from_numpy(np.require(column, dtype, ["C", "W"]))
+        values = values.to(torch.bfloat16) if bfloat16 else values
+        if padded:
+            return values
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(self.token_offsets - first))
 
 
@@ -370,6 +405,16 @@ def _known(columns: Mapping[str, Any]) -> None:
     names = [f.name for f in fields(Rollouts)]
     for name in columns:
         check.one_of("column", name, names)
+
+
+def _check_fill(name: str, fill: Any, dtype: np.dtype[Any]) -> None:
+    number = check.number("fill", fill) if fill == fill else np.nan
+    with np.errstate(invalid="ignore"):
+        stored = np.array(number).astype(dtype).astype(np.float64)
+    if not np.isclose(stored, number, rtol=1e-2, atol=0, equal_nan=True) or (
+        dtype.kind not in "fV" and stored != number
+    ):
+        raise ValueError(f"fill: {fill!r} does not fit {name}, which is {dtype}; pass a number of that kind")
 
 
 def _offsets(lengths: npt.ArrayLike) -> Int:
@@ -389,9 +434,12 @@ def _concatenate(columns: Mapping[str, Any], names: Sequence[str]) -> tuple[dict
     for name in names:
         if columns.get(name) is None:
             continue
-        parts = (
-            list(columns[name]) if name == "step_groups" else [check.any_array(name, part) for part in columns[name]]
-        )
+        if isinstance(columns[name], (str, bytes)) or not hasattr(columns[name], "__iter__"):
+            raise TypeError(f"{name}: expected one list per completion, got {columns[name]!r}; pass a list of lists")
+        parts = [part if name == "step_groups" else check.any_array(name, part) for part in columns[name]]
+        for at, part in enumerate(parts):
+            if isinstance(part, (str, bytes)) or not hasattr(part, "__len__") or getattr(part, "ndim", 1) != 1:
+                raise ValueError(f"{name}: completion {at} is not a flat list; pass one list of numbers per completion")
         lengths = np.array([len(part) for part in parts], np.int64)
         if base is None:
             first, base = name, lengths

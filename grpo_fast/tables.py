@@ -1,7 +1,7 @@
 """Every name the library knows, as rows. Tests, benches and reference pages iterate over these.
 
-To add a surrogate: one row here, its formula in ``src/formulas.h`` (and the switch there), in
-``_numba.py`` and in ``_numpy.py``. To add a method made of known parts: one row.
+To add a surrogate: one row here, its formula and its line of ``SURROGATES`` in
+``src/formulas.inc.h``, its formula in ``_numba.py`` and in ``_numpy.py``. To add a method made of known parts: one row.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ OPTION_BOUNDS: dict[str, tuple[float, float]] = {
     "epsilon_high": (0.0, -inf),
     "delta": (-inf, 0.0),
     "dual_clip": (-inf, 1.0),
-    "sapo_temperature_pos": (-inf, 0.0),
-    "sapo_temperature_neg": (-inf, 0.0),
+    "sapo_temperature_pos": (1e-6, -inf),
+    "sapo_temperature_neg": (1e-6, -inf),
     "log_ratio_clamp": (-inf, 0.0),
     "beta": (0.0, -inf),
     "kl_clamp_in": (-inf, 0.0),
@@ -222,8 +222,8 @@ OPTION_BOUNDS: dict[str, tuple[float, float]] = {
     "num_processes": (-inf, 0.0),
     "num_sequences": (0.0, -inf),
     "num_groups": (0.0, -inf),
-    "max_completion_length": (-inf, 0.0),
-    "loss_scale_factor": (-inf, 0.0),
+    "max_completion_length": (1e-6, -inf),
+    "loss_scale_factor": (1e-6, -inf),
 }
 
 STEP_FORMS = {

@@ -7,8 +7,6 @@ from libc.stdlib cimport free, malloc
 
 import numpy as _np
 
-from grpo_fast import _contract as _c
-
 cdef extern from "native.h" nogil:
     ctypedef struct Plan:
         int surrogate
@@ -204,7 +202,8 @@ def expand_steps(const double[::1] step_values, const int64_t[::1] step_offsets,
     if to == NULL or start.shape[0] == 0:
         return
     with nogil:
-        grpo_expand_steps(values, &step_offsets[0], ends, &start[0], &stop[0], start.shape[0], own, tail_last, to, is_double)
+        grpo_expand_steps(values, &step_offsets[0], ends, &start[0], &stop[0], start.shape[0], own, tail_last, to,
+                          is_double)
 
 
 def isas():

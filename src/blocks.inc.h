@@ -354,7 +354,8 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
     const REAL *restrict weight = only_reduced ? x : b->c;
     int bad = 0;
     for (int k = 0; k < padded; k++)
-        bad += 0 * b->logp[k] + 0 * (b->logp[k] - b->old_logp[k]) + 0 * b->d[k] + 0 * b->advantage[k] + 0 * weight[k] != 0;
+        bad += !(fabs(b->logp[k]) <= LARGEST) | !(fabs(b->old_logp[k]) <= LARGEST) | !(fabs(b->d[k] + b->logp[k]) <= LARGEST)
+             | !(fabs(b->advantage[k]) <= LARGEST) | !(fabs(weight[k]) <= LARGEST);
     sums->stats[STAT_NON_FINITE] += bad;
 #else
     if (!FN(fits)(stats, (REAL)stats[STAT_LOG_RATIO_MIN], (REAL)stats[STAT_LOG_RATIO_MAX])) return 0;

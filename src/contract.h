@@ -71,6 +71,7 @@ typedef struct {
     int saturated; /* a gradient was stored as the largest float32, so that nothing can be added to it any more */
 } Sums;
 
+#define LARGEST 1e50 /* of log-probs, advantages and weights that count */
 #define BLOCK 256   /* tokens whose intermediate values stay in L1; float32 sums are flushed after each */
 #define CHUNK 16384 /* tokens after which a completion may go on on another core */
 

@@ -47,16 +47,16 @@ typedef struct {
 #define TARGET_END DO_PRAGMA(GCC pop_options)
 #endif
 
-TARGET_BEGIN("avx2,fma,bmi,bmi2,f16c,lzcnt")
+TARGET_BEGIN("avx2,fma,bmi,bmi2")
 #define ISA v3
 #define FUSED_FLUSH 128
 #include "isa.inc.h"
 TARGET_END
 
 #if defined(__clang__)
-TARGET_BEGIN("avx2,fma,bmi,bmi2,f16c,lzcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl")
+TARGET_BEGIN("avx2,fma,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl")
 #else /* gcc would use 256-bit vectors without being told */
-TARGET_BEGIN("avx2,fma,bmi,bmi2,f16c,lzcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
+TARGET_BEGIN("avx2,fma,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #define ISA v4
 #define FUSED_FLUSH 256

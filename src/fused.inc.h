@@ -19,9 +19,9 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
                                         const uint8_t *restrict mask, float *restrict grad, int n, const int has_old,
                                         const int has_ref, const int has_mask, const int has_grad, Sums *restrict sums)
 {
-    /* f is odd in A up to its sign, so it is taken at A = +-1, which the whole completion shares */
-    const double size = fabs(shared->advantage * shared->surrogate_weight);
-    const float sign = shared->advantage * shared->surrogate_weight > 0 ? 1.0f : -1.0f;
+    /* c f(A) = c |A| f(+-1): the sign of A, which the whole completion shares, chooses the side that is clipped */
+    const double size = fabs(shared->advantage) * shared->surrogate_weight;
+    const float sign = shared->advantage > 0 ? 1.0f : -1.0f;
     const float weight = (float)(shared->weight * size), kl_weight = (float)(shared->weight * plan->beta);
     const float bound = (float)plan->exp_bound, p[4] = {(float)plan->p[0], (float)plan->p[1], (float)plan->p[2], 0};
     const float clip_lo = shared->advantage < 0 ? (float)plan->clip_lo : -INFINITY;

@@ -112,7 +112,7 @@ def batch(
         token(logp + d) if p.kl else None,
         (~masked).astype(np.uint8) if use_mask else None,
         token(rng.uniform(0.2, 2.0, n), np.float32, np.float64) if weighted else None,
-        rng.uniform(0.5, 2.0, len(lengths)) if rng.random() < 0.3 else None,
+        completion_weight(rng, p, len(lengths)) if rng.random() < 0.3 else None,
         rng.normal(0, 1, len(lengths)) if level in ("completion", "both", "all") else None,
         rng.normal(0, 1, len(step_ends)) if with_steps else None,
         step_offsets if with_steps else None,
@@ -120,6 +120,12 @@ def batch(
         token(rng.normal(0, 1, n), np.float32, np.float64) if with_tokens else None,
         rng.uniform(0.1, 1.0, len(lengths)),
     )
+
+
+def completion_weight(rng: np.random.Generator, p: c.Plan, n: int) -> np.ndarray:
+    """Of either sign, where no logarithm is taken of it."""
+    signs = rng.choice([-1.0, 1.0], n) if p.weight_use == c.USE_MULTIPLY else 1.0
+    return rng.uniform(0.5, 2.0, n) * signs
 
 
 def cells() -> list[tuple[str, int]]:

@@ -214,7 +214,7 @@ def test_trajectory_errors() -> None:
         trajectory_ids=[0, 1],
     )
     raises(
-        "rewards: rewards[1]=1e+308 is too large to compute with; scale it below 1e+100",
+        "rewards: rewards[1]=1e+308 is too large to compute with; scale it below 1e+50",
         [0.0, 1e308, 1e308],
         group_ids=[0, 0, 0],
         trajectory_ids=[0, 1, 1],
@@ -510,8 +510,8 @@ def test_reward_weights() -> None:
     )
     raises(
         "rewards: the weighted sum of rewards[1] is too large to compute with; scale the weights down",
-        [[1.0, 0.0], [1e10, 1e90]],
-        reward_weights=[1, 1e300],
+        [[1.0, 0.0], [1e10, 1e40]],
+        reward_weights=[1, 1e40],
         **several,
     )
 

@@ -170,6 +170,7 @@ def test_commonest_loss_in_float32(kernels: Any, mask: bool, reference: bool, mo
             step_ends=None,
             token_advantages=None,
             advantages=rng.normal(0, 1, len(batch.start)) * (rng.random(len(batch.start)) < 0.8),
+            completion_weight=plans.completion_weight(rng, plan, len(batch.start)) if seed % 3 else None,
         )
         compare(kernels, monkeypatch, plan, batch, np.float32, f"seed {seed} {plan}")
 

@@ -105,6 +105,11 @@ def test_torch_round_trip() -> None:
         torch.ones(2, 3, dtype=torch.bool), logp=torch.full((2, 3), -0.5, dtype=torch.bfloat16)
     )
     assert bfloat.logp.dtype == np.float32
+    assert torch.equal(rollouts.to_torch("logp", padded=True), torch.tensor(rollouts.to_padded("logp")))
+    assert torch.equal(rollouts.to_torch("logp", padded=True, side="left"), torch.tensor(rollouts.to_padded("logp", side="left")))
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    narrow = gf.Rollouts(token_offsets=[0, 2], logp=np.array([-0.5, -1.0], ml_dtypes.bfloat16))
+    assert narrow.to_torch("logp", padded=True).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -121,11 +126,14 @@ def test_torch_round_trip() -> None:
         (lambda: gf.Rollouts(token_offsets=[0, 1], logp=[-1.0], step_offsets=[0, 1], step_ends=[1]), r"step_ends: step_ends\[0\]=1 is outside"),
         (lambda: batch().to_padded("logp", length=2), "length: completion 0 has 3 tokens, more than 2"),
         (lambda: batch().to_padded("ref_logp"), "ref_logp: these rollouts have none; there are"),
+        (lambda: batch().to_padded("logp", fill="x"), "fill: expected a number"),
+        (lambda: gf.Rollouts(token_offsets=[0, 1], token_ids=[3]).to_padded("token_ids", fill=np.nan), "fill: nan does not fit token_ids"),
+        (lambda: gf.Rollouts.from_lists(logp=[[-1.0], None]), "logp: completion 1 is not a flat list"),
         (lambda: batch().take([3]), r"rows: rows\[0\]=3 is outside the 3 completions"),
     ],
 )  # fmt: skip
 def test_refusals(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make()  # type: ignore[operator]
 
 

@@ -107,9 +107,8 @@ def token_matrix(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def kernel_ready(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """C-contiguous, native byte order, float32 or float64 (16-bit widens); a view where it already is."""
-    dtype = np.float64 if array.dtype.itemsize == 8 else np.float32
-    return np.ascontiguousarray(array, dtype=dtype)
+    """C-contiguous, aligned, native byte order, float32 or float64 (16-bit widens); a view where it already is."""
+    return np.require(array, np.float64 if array.dtype.itemsize == 8 else np.float32, ["C", "A"])
 
 
 def _check_ndim(name: str, array: npt.NDArray[Any], ndim: int) -> None:
@@ -137,7 +136,7 @@ def integers(name: str, values: Any) -> Int:
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         at = int(np.argmax(array > np.iinfo(np.int64).max))
         raise ValueError(f"{name}: {name}[{at}]={array[at]} does not fit int64; check how it was made")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return np.require(array, np.int64, ["C", "A"])
 
 
 def offsets(name: str, values: Any, buffer: int | None = None, buffer_name: str = "the buffer") -> Int:

@@ -33,6 +33,7 @@ app = App(
     version=__version__,
     help="GRPO advantages of rollouts on disk, your framework's numbers, exactly.",
     default_parameter=Parameter(negative=(), show_default=False),
+    suppress_keyboard_interrupt=False,  # run() has its own way
 )
 
 Out = Annotated[Path, Parameter(name=("--output", "-o"))]

@@ -241,16 +241,25 @@ def evaluate(
     groups = _groups(aggregation, len(counts), group_ids, group_offsets)
     if groups is not None:
         denominators = {**denominators, "groups": groups}  # type: ignore[dict-item]
+    per_token, per_completion = _token_weights(token_weight, weight_level, ranges, counts)
+    own, steps, offsets, ends, of_tokens = _advantages(
+        advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts
+    )
     batch = Batch(
-        ranges.start,
-        ranges.stop,
-        np.ascontiguousarray(logp, dtype=dtype),
-        old,
-        ref,
-        counted,
-        *_token_weights(token_weight, weight_level, ranges, counts),
-        *_advantages(advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts),
-        _weights.FUNCTIONS[aggregation](counts, **denominators),
+        start=ranges.start,
+        stop=ranges.stop,
+        logp=np.require(logp, dtype, ["C", "A"]),
+        old_logp=old,
+        ref_logp=ref,
+        mask=counted,
+        token_weight=per_token,
+        completion_weight=per_completion,
+        advantages=own,
+        step_advantages=steps,
+        step_offsets=offsets,
+        step_ends=ends,
+        token_advantages=of_tokens,
+        weights=_weights.FUNCTIONS[aggregation](counts, **denominators),
     )
     grad, kernel_grad = _gradient(logp, batch, ranges, compute_grad, grad_out, grad_dtype)
     stats = np.empty((len(counts), len(STATS)))
@@ -402,8 +411,8 @@ def _check_grad_out(grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad
         or (grad_dtype is not None and np.dtype(grad_dtype) != grad_out.dtype)
         else "a read-only array"
         if not grad_out.flags.writeable
-        else "an array with strides"
-        if not grad_out.flags.c_contiguous
+        else "an array with strides or unaligned"
+        if not (grad_out.flags.c_contiguous and grad_out.flags.aligned)
         else None
     )
     if wrong is not None:

@@ -336,7 +336,7 @@ class Rollouts:
                 f"{(padded or ['mask'])[0]}: expected a jagged tensor like {next(iter(jagged))}, got a padded one; "
                 "convert it"
             )
-        first, base = None, None
+        first, base = "", np.zeros(0, np.int64)
         flat: dict[str, Any] = {}
         for name, value in jagged.items():
             if name not in TOKEN_COLUMNS:
@@ -344,7 +344,7 @@ class Rollouts:
                     f"{name}: only token columns are jagged tensors ({', '.join(TOKEN_COLUMNS)}); pass it flat"
                 )
             values, offsets = _of_jagged(value)
-            if base is None:
+            if not first:
                 first, base = name, offsets
             elif not np.array_equal(base, offsets):
                 at = int(np.argmax(np.diff(base) != np.diff(offsets))) if len(base) == len(offsets) else 0

@@ -241,11 +241,11 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
         for (int k = first; k < last; k++) {
             const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
             surrogate += on * c * b->value[k];
-            /* 0 * NaN and 0 * inf are NaN: what is not finite shows in the sum, whatever the formulas made of it */
-            kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k]);
             slopes += on * c * b->dlam[k];
             const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
             b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
+            /* 0 * NaN and 0 * inf are NaN: what is not finite, or overflows float32, shows in the sum, whatever came of it */
+            kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k] + (REAL_IS_DOUBLE ? 0 : b->grad[k]));
         }
         stats[STAT_SURROGATE] += (double)surrogate;
         stats[STAT_KL] += (double)kl;
@@ -256,11 +256,12 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
 static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padded, double *restrict stats)
 {
     const REAL clip_lo = (REAL)plan->clip_lo, clip_hi = (REAL)plan->clip_hi;
-    REAL low = 0, high = 0, least = INFINITY, most = -INFINITY;
+    REAL low = 0, high = 0;
+    INT lowest = FN(rank)(INFINITY), highest = FN(rank)(-INFINITY);
     FLUSHED {
         REAL log_ratio = 0, tail = 0, ratio = 0, square = 0;
         FLUSH_END;
-#pragma omp simd reduction(+ : log_ratio, tail, ratio, square, low, high) reduction(min : least) reduction(max : most)
+#pragma omp simd reduction(+ : log_ratio, tail, ratio, square, low, high) reduction(min : lowest) reduction(max : highest)
         for (int k = first; k < last; k++) {
             const REAL on = b->on[k], lam = b->lam[k], r = b->r[k];
             low += b->advantage[k] < 0 && r < clip_lo ? on : 0;
@@ -269,9 +270,9 @@ static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padde
             tail += on * b->tail[k];
             ratio += on * r;
             square += on * r * r;
-            const REAL from_below = on != 0 ? lam : (REAL)INFINITY, from_above = on != 0 ? lam : (REAL)-INFINITY;
-            least = from_below < least ? from_below : least;
-            most = from_above > most ? from_above : most;
+            const INT above = FN(rank)(on != 0 ? lam : (REAL)INFINITY), below = FN(rank)(on != 0 ? lam : (REAL)-INFINITY);
+            lowest = above < lowest ? above : lowest;
+            highest = below > highest ? below : highest;
         }
         stats[STAT_LOG_RATIO] += (double)log_ratio;
         stats[STAT_APPROX_KL] += (double)tail;
@@ -280,8 +281,8 @@ static void FN(measure)(const Plan *plan, const FN(Block) *restrict b, int padde
     }
     stats[STAT_CLIP_LOW] += (double)low;
     stats[STAT_CLIP_HIGH] += (double)high;
-    stats[STAT_LOG_RATIO_MIN] = (double)least;
-    stats[STAT_LOG_RATIO_MAX] = (double)most;
+    stats[STAT_LOG_RATIO_MIN] = (double)FN(unrank)(lowest);
+    stats[STAT_LOG_RATIO_MAX] = (double)FN(unrank)(highest);
 }
 
 /* Fills what no block of this completion changes. */

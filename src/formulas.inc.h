@@ -31,6 +31,22 @@ static INLINE FN(Exp) FN(exp)(REAL x, REAL bound)
     return (FN(Exp)){e, near ? p : e - 1, near ? rrq : (e - 1) - x};
 }
 
+/* An integer that orders as x does, NaN beyond either end: clang has no vectors for a minimum of floats. */
+static INLINE INT FN(rank)(REAL x)
+{
+    INT bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits ^ (bits < 0 ? INT_LARGEST : 0);
+}
+
+static INLINE REAL FN(unrank)(INT bits)
+{
+    REAL x;
+    bits ^= bits < 0 ? INT_LARGEST : 0;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 /* ---- surrogates: f(lam, logp, old_logp, A) with its slopes; r = exp(lam) ---- */
 
 typedef struct {

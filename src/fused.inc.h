@@ -27,10 +27,10 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
     const float clip_lo = shared->advantage < 0 ? (float)plan->clip_lo : -INFINITY;
     const float clip_hi = shared->advantage > 0 ? (float)plan->clip_hi : INFINITY;
     float count = 0, value = 0, kl = 0, log_ratio = 0, tail = 0, ratio = 0, square = 0, clipped = 0;
-    float least = INFINITY, most = -INFINITY;
+    int32_t lowest = FN(rank)(INFINITY), highest = FN(rank)(-INFINITY);
     if (n % LANES) UNREACHABLE;
-#pragma omp simd reduction(+ : count, value, kl, log_ratio, tail, ratio, square, clipped) reduction(min : least) \
-    reduction(max : most)
+#pragma omp simd reduction(+ : count, value, kl, log_ratio, tail, ratio, square, clipped) reduction(min : lowest) \
+    reduction(max : highest)
     for (int k = 0; k < n; k++) {
         const int on = has_mask ? mask[k] != 0 : 1;
         const float own = on ? logp[k] : 0;
@@ -49,9 +49,9 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
         log_ratio += x;
         square += on ? r * r - 1 : 0;
         clipped += on && (r < clip_lo || r > clip_hi) ? 1.0f : 0.0f;
-        const float above = on ? x : INFINITY, below = on ? x : -INFINITY;
-        least = above < least ? above : least;
-        most = below > most ? below : most;
+        const int32_t above = FN(rank)(on ? x : INFINITY), below = FN(rank)(on ? x : -INFINITY);
+        lowest = above < lowest ? above : lowest;
+        highest = below > highest ? below : highest;
         if (has_ref) {
             const FN(Kl) f = FN(k3)((on ? ref_logp[k] : 0) - own, bound);
             kl += f.value;
@@ -59,6 +59,7 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
         }
         if (has_grad) grad[k] = on ? g : 0;
     }
+    const float least = FN(unrank)(lowest), most = FN(unrank)(highest);
     if (!(fabsf(tail) <= WIDE_FACTOR && fabsf(kl) <= WIDE_FACTOR && least >= -WIDE_LOG && most <= WIDE_LOG)
         && !(least > most && tail == 0 && kl == 0)) /* nothing counted is fine, too */
         return 0;

@@ -7,6 +7,8 @@
 #define ABS fabs
 #define REAL_IS_DOUBLE 1
 #define UINT uint64_t
+#define INT int64_t
+#define INT_LARGEST INT64_MAX
 #define FN(name) PASTE(name, ISA, f64)
 #define EXP_MAGIC 6755399441055744.0
 #define EXP_LOG2E 1.4426950408889634
@@ -26,6 +28,8 @@
 #undef ABS
 #undef REAL_IS_DOUBLE
 #undef UINT
+#undef INT
+#undef INT_LARGEST
 #undef FN
 #undef EXP_MAGIC
 #undef EXP_LOG2E
@@ -40,6 +44,8 @@
 #define ABS fabsf
 #define REAL_IS_DOUBLE 0
 #define UINT uint32_t
+#define INT int32_t
+#define INT_LARGEST INT32_MAX
 #define FN(name) PASTE(name, ISA, f32)
 #define WIDE(name) PASTE(name, ISA, f64)
 /* Log-ratios, factors and sums beyond these go through float64: in float32 their products might overflow. */
@@ -63,6 +69,8 @@
 #undef ABS
 #undef REAL_IS_DOUBLE
 #undef UINT
+#undef INT
+#undef INT_LARGEST
 #undef FN
 #undef WIDE
 #undef WIDE_LOG

@@ -198,3 +198,23 @@ def test_extreme_ratios_stay_finite(
             assert np.isfinite(grad).all()
             assert np.isfinite(stats[:, : c.STATS.index("log_ratio_min")]).all()
             compare(kernels, monkeypatch, plan, batch, dtype, str(plan))
+
+
+def test_exact_sums_of_anything(kernels: Any) -> None:
+    """Many magnitudes, overflow on the way and numbers that are not finite: the sums of math.fsum, in bounds."""
+    rng = np.random.default_rng(3)
+    pairs = np.ldexp(rng.uniform(0.5, 1, 500) * rng.choice([-1, 1], 500), rng.integers(-1000, 1000, 500))
+    columns = {
+        "cancel": (np.concatenate([pairs, -pairs[::-1]]), 0.0),
+        "one is left": (np.concatenate([pairs, -pairs[:0:-1], [0.0]]), pairs[0]),
+        "too large": (np.full(1000, 1e308), np.inf),
+        "too large on the way": (np.concatenate([np.full(500, 1e308), np.full(499, -1e308), [1.0]]), 1e308),
+        "inf": (np.where(np.arange(1000) % 7, 1.0, np.inf), np.inf),
+        "nan": (np.where(np.arange(1000) % 3, 1.0, np.nan), np.nan),
+        "inf and -inf": (np.tile([np.inf, 1.0, -np.inf, 1.0], 250), np.nan),
+    }
+    for name, (column, exact) in columns.items():
+        for values in (column, column[::-1], rng.permutation(column)):
+            table = np.ascontiguousarray(np.stack([values, values], axis=1))
+            np.testing.assert_array_equal(kernels.sum_columns(table), [exact, exact], err_msg=name)
+    assert kernels.pool_std(np.where(np.arange(400) % 2, 1e200, -1e200), 0, 2.0**-52) == np.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -91,3 +92,19 @@ def test_exact_at_zero_and_saturated_at_the_ends(dtype: Any) -> None:
 @DTYPES
 def test_nan_stays_nan(dtype: Any) -> None:
     assert np.isnan(exp([np.nan], dtype)).all()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="looks at x86 registers")
+@DTYPES
+def test_vectorised(dtype: Any) -> None:
+    from grpo_fast import _numba
+
+    @numba.njit(_nrt=False)
+    def stage(s: Any) -> Any:
+        return _numba._exp_stage(s, np.uint64(256), 80.0)
+
+    stage(np.zeros(256 * 12, dtype))
+    (assembly,) = stage.inspect_asm().values()
+    if "vmulss" not in assembly and "ymm" not in assembly and "zmm" not in assembly:
+        pytest.skip("no AVX here")
+    assert max(assembly.count("ymm"), assembly.count("zmm")) > 50

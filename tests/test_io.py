@@ -18,6 +18,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 from grpo_fast import arrow, io  # noqa: E402  (needs pyarrow)
 
 ROWS = [[1.0, 2.0], [], [3.0, 4.0, 5.0], [6.0]]
+DTYPES = {pa.from_numpy_dtype(t): np.dtype(t) for t in ("f2", "f4", "f8", "i1", "i4", "u2", "?")}
 LISTS = [pa.list_, pa.large_list, pa.list_view, pa.large_list_view]
 
 
@@ -38,7 +39,7 @@ def test_lists_of_every_kind_and_child(list_of, child):
     lists = io.ragged(pa.array(ROWS, list_of(child)), "x")
     assert rows_of(lists) == ROWS
     assert lists.offsets.dtype == np.int64 and lists.offsets[0] == 0
-    assert lists.values.dtype == child.to_pandas_dtype()
+    assert lists.values.dtype == DTYPES[child]
     assert lists.null_items is None and not lists.null_rows.any()
 
 
@@ -63,10 +64,16 @@ def test_null_slots_that_own_items_are_empty():  # D2
 
 
 def test_lengths_are_compared_by_row_not_by_offsets():  # D2: equal lengths, different offsets
-    ends = pa.ListArray.from_arrays(pa.array([0, 1, 3, 4], pa.int32()), pa.array([0, 9, 9, 0]), mask=pa.array([False, True, False]))
+    ends = pa.ListArray.from_arrays(
+        pa.array([0, 1, 3, 4], pa.int32()), pa.array([0, 9, 9, 0]), mask=pa.array([False, True, False])
+    )
     rewards = pa.array([[1.0], None, [2.0]], pa.list_(pa.float32()))
     steps = io.read_steps(io.Source(pa.table({"step_ends": ends, "step_rewards": rewards})))
-    assert steps.rewards.tolist() == [1.0, 2.0] and steps.ends.tolist() == [0, 0] and steps.offsets.tolist() == [0, 1, 1, 2]
+    assert (
+        steps.rewards.tolist() == [1.0, 2.0]
+        and steps.ends.tolist() == [0, 0]
+        and steps.offsets.tolist() == [0, 1, 1, 2]
+    )
 
 
 def test_the_child_may_have_an_offset():  # D3
@@ -80,12 +87,15 @@ def test_the_child_may_have_an_offset():  # D3
     ("child", "fill"), [(pa.float16(), np.nan), (pa.float32(), np.nan), (pa.int32(), 0), (pa.bool_(), 0)]
 )
 def test_null_items_are_marked(child, fill):  # D4: the buffer holds anything there
-    rows = pa.array([[1, None], None, [1]], pa.list_(child))
+    one = pa.scalar(1).cast(child).as_py()
+    rows = pa.array([[one, None], None, [one]], pa.list_(child))
     lists = io.ragged(rows, "x")
     assert lists.null_items.tolist() == [False, True, False]
-    np.testing.assert_array_equal(lists.values, np.array([1, fill, 1], child.to_pandas_dtype()))
+    np.testing.assert_array_equal(lists.values, np.array([1, fill, 1], DTYPES[child]))
     np.testing.assert_array_equal(lists.floats(), [1, np.nan, 1])
     assert lists.row_of(2) == 2
+    later = io.ragged(pa.array([[5.0, 1.0], [2.0, None]], pa.list_(pa.float32())).slice(1), "x")
+    np.testing.assert_array_equal(later.values, [2.0, np.nan])
     outside = pa.array([[None, 1.0], [2.0]], pa.list_(pa.float32())).slice(1)
     assert io.ragged(outside, "x").null_items is None, "nulls of other rows do not matter"
 
@@ -104,8 +114,6 @@ def test_chunks_are_joined(list_of):  # D5
 
 
 def test_more_items_than_int32_offsets_hold():  # D6: combine_chunks raises; here offsets are 64 bits from the start
-    big = pa.FixedSizeListArray.from_arrays(pa.nulls(0, pa.int8()), 1)
-    assert len(big) == 0
     child = pa.array(np.zeros(2**20, np.int8))
     chunk = pa.ListArray.from_arrays(pa.array([0, 2**20], pa.int32()), child)
     column = pa.chunked_array([chunk] * 2049)  # 2^31 + 2^20 items in all, one MiB in memory
@@ -117,6 +125,8 @@ def test_lists_are_large_only_where_needed(monkeypatch):  # D6, on the way out
     offsets = np.array([2, 4, 5])
     values = np.arange(6.0)
     assert arrow.list_array(values, offsets).type == pa.list_(pa.float64())
+    monkeypatch.setattr(arrow, "LARGEST_LIST", 3)
+    assert arrow.list_array(values, offsets).type == pa.list_(pa.float64()), "it is the number of items that counts"
     monkeypatch.setattr(arrow, "LARGEST_LIST", 2)
     large = arrow.list_array(values, offsets)
     assert large.type == pa.large_list(pa.float64()) and large.to_pylist() == [[2.0, 3.0], [4.0]]
@@ -124,7 +134,9 @@ def test_lists_are_large_only_where_needed(monkeypatch):  # D6, on the way out
 
 @pytest.mark.parametrize("store_schema", [True, False])
 def test_large_lists_through_parquet(tmp_path, store_schema):  # D7: a foreign writer makes them lists
-    pq.write_table(pa.table({"x": pa.array(ROWS, pa.large_list(pa.float32()))}), tmp_path / "x", store_schema=store_schema)
+    pq.write_table(
+        pa.table({"x": pa.array(ROWS, pa.large_list(pa.float32()))}), tmp_path / "x", store_schema=store_schema
+    )
     table = io.read_table(tmp_path / "x")
     assert pa.types.is_large_list(table["x"].type) == store_schema
     assert rows_of(io.ragged(table["x"], "x")) == ROWS
@@ -205,9 +217,9 @@ def test_no_copy_where_the_layout_allows_it():  # D9, D10
 
 def test_damaged_offsets_are_noticed():
     outside = pa.Array.from_buffers(
-        pa.list_(pa.float64()), 2, [None, pa.py_buffer(np.array([0, 2, 9], np.int32))], children=[pa.array([1.0, 2.0])]
+        pa.list_(pa.float64()), 2, [None, pa.py_buffer(np.array([0, 9, 2], np.int32))], children=[pa.array([1.0, 2.0])]
     )
-    with pytest.raises(ValueError, match=r"^x: must stay inside the buffer of length 2, but x\[2\]=9"):
+    with pytest.raises(ValueError, match=r"^x: must be non-decreasing, but x\[2\]=2 < x\[1\]=9"):
         io.ragged(outside, "x")
 
 
@@ -232,7 +244,7 @@ def test_read_only_views_go_through_every_backend(tmp_path, backend):
     [
         (pa.array([True, None, False]), [1, np.nan, 0]),
         (pa.array([1, None, 2], pa.int16()), [1, np.nan, 2]),
-        (pa.array([0.5, None, np.nan], pa.float16()), [0.5, np.nan, np.nan]),
+        (pa.array(np.float16([0.5, 7, np.nan]), mask=np.array([0, 1, 0], bool)), [0.5, np.nan, np.nan]),
         (pa.array([2, None], pa.decimal128(5, 1)), [2, np.nan]),
         (pa.array([0.5, 1.0, 0.5, None]).dictionary_encode(), [0.5, 1.0, 0.5, np.nan]),
         (pa.nulls(2), [np.nan, np.nan]),
@@ -294,10 +306,15 @@ def test_a_directory_like_name_adds_no_column(tmp_path):
 
 
 def test_files_are_unified(tmp_path):
-    a = write(tmp_path / "a", pa.table({"id": pa.array([1], pa.int32()), "x": pa.array([[1.0]], pa.list_(pa.float32())), "n": pa.nulls(1)}))
+    a = write(
+        tmp_path / "a",
+        pa.table({"id": pa.array([1], pa.int32()), "x": pa.array([[1.0]], pa.list_(pa.float32())), "n": pa.nulls(1)}),
+    )
     b = write(
         tmp_path / "b",
-        pa.table({"n": ["s"], "x": pa.array([[2.0]], pa.large_list(pa.float64())), "id": pa.array([2**40], pa.int64())}),
+        pa.table(
+            {"n": ["s"], "x": pa.array([[2.0]], pa.large_list(pa.float64())), "id": pa.array([2**40], pa.int64())}
+        ),
         "stream",
     )
     source = io.read_source([a, b])
@@ -352,7 +369,9 @@ def test_truncated_files(tmp_path, form, kind):
     for keep in (*range(8, len(whole), len(whole) // 25), len(whole) - 8, len(whole) - 1):
         path = tmp_path / f"{keep}"
         path.write_bytes(whole[:keep])
-        with pytest.raises(ValueError, match=rf"^IN: .*/{keep} is not a complete {kind} \(.+\); it is truncated or damaged, "):
+        with pytest.raises(
+            ValueError, match=rf"^IN: .*/{keep} is not a complete {kind} \(.+\); it is truncated or damaged, "
+        ):
             io.read_table(path)
 
 
@@ -386,7 +405,9 @@ def test_damaged_ipc_is_an_error_and_not_a_crash(tmp_path):
     at = raw.index(np.array([0, 1, 2], np.int32).tobytes())
     raw[at + 4 : at + 8] = np.array([2**30], np.int32).tobytes()
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"^IN: .*/x is not a complete Arrow IPC file \(.*\); it is truncated or damaged"):
+    with pytest.raises(
+        ValueError, match=r"^IN: .*/x is not a complete Arrow IPC file \(.*\); it is truncated or damaged"
+    ):
         io.read_table(path)
 
 
@@ -420,7 +441,8 @@ def test_without_pyarrow():
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".feather", ".ipc", ".PARQUET"])
 def test_round_trip(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(io, "ROW_GROUP_BYTES", 40)  # several row groups
-    table = small(x=pa.array([[1.0], []], pa.large_list(pa.float16())), s=pa.array(["a", "b"]).dictionary_encode())
+    halves = pa.large_list(pa.field("element", pa.float16()))  # Parquet's name for it
+    table = small(x=pa.array([[1.0], []], halves), s=pa.array(["a", "b"]).dictionary_encode())
     table = table.replace_schema_metadata({"source": "here"})
     path = io.write_table(table, tmp_path / f"x{suffix}")
     assert io.read_table(path).equals(table, check_metadata=True)
@@ -448,7 +470,9 @@ def test_chunks_with_dictionaries_of_their_own(tmp_path):  # the IPC file format
 
 def test_types_a_format_does_not_have(tmp_path):
     table = pa.table({"x": pa.array([None], pa.month_day_nano_interval())})
-    with pytest.raises(ValueError, match=r"^OUT: .*x.parquet cannot hold these columns \(.*month_day_nano.*\); try another"):
+    with pytest.raises(
+        ValueError, match=r"^OUT: .*x.parquet cannot hold these columns \(.*month_day_nano.*\); try another"
+    ):
         io.write_table(table, tmp_path / "x.parquet")
     assert os.listdir(tmp_path) == []
     assert io.write_table(table, tmp_path / "x.arrow").exists()
@@ -457,7 +481,9 @@ def test_types_a_format_does_not_have(tmp_path):
 def test_what_is_not_overwritten(tmp_path):
     path = io.write_table(small(), tmp_path / "x.parquet")
     kept = path.read_bytes()
-    with pytest.raises(ValueError, match=r"^OUT: .*x.parquet already exists; pass overwrite=True \(--overwrite\) or another"):
+    with pytest.raises(
+        ValueError, match=r"^OUT: .*x.parquet already exists; pass overwrite=True \(--overwrite\) or another"
+    ):
         io.write_table(small(y=[1, 2]), path)
     os.link(path, tmp_path / "y.parquet")
     with pytest.raises(ValueError, match=r"^OUT: .*y.parquet is the input .*x.parquet itself; write to another name"):
@@ -490,12 +516,16 @@ def test_nothing_half_written(tmp_path, monkeypatch, error):
         io.write_table(small(), tmp_path / "x.parquet")
     assert os.listdir(tmp_path) == []
     if isinstance(error, OSError):
-        expected = f"OUT: {tmp_path}/x.parquet cannot be written (No space left on device); make room or write somewhere else"
+        expected = (
+            f"OUT: {tmp_path}/x.parquet cannot be written (No space left on device); make room or write somewhere else"
+        )
         assert str(caught.value) == expected
 
 
 def test_places_that_cannot_be_written(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"^OUT: the directory .*/nowhere does not exist; create it or write somewhere"):
+    with pytest.raises(
+        ValueError, match=r"^OUT: the directory .*/nowhere does not exist; create it or write somewhere"
+    ):
         io.write_table(small(), tmp_path / "nowhere" / "x.parquet")
     with pytest.raises(ValueError, match=r"^OUT: unknown suffix '.csv' of .*x.csv; supported are .parquet, .arrow"):
         io.write_table(small(), tmp_path / "x.csv")
@@ -545,7 +575,10 @@ def test_columns_by_name():
         (["group"], r"^columns: expected role=name, got 'group'; roles are group, trajectory"),
         (["grup=a"], r"^columns: unknown 'grup'; did you mean 'group'\?"),
         (["group=a", "group=b"], r"^columns: group is given twice; join several columns with a comma"),
-        (["group=promt_id"], r"^group: there is no column 'promt_id'; did you mean 'prompt_id'\? the input has prompt_id"),
+        (
+            ["group=promt_id"],
+            r"^group: there is no column 'promt_id'; did you mean 'prompt_id'\? the input has prompt_id",
+        ),
         (["logp=prompt_id,reward"], r"^columns: logp=prompt_id,reward names 2 columns; it takes one"),
     ],
 )
@@ -577,7 +610,12 @@ def test_a_missing_column_says_what_was_tried_and_what_there_is():
         pa.chunked_array([pa.array(["x", "x"]).dictionary_encode(), pa.array(["y", "x"]).dictionary_encode()]),
         [0.5, 0.5, 1.5, 0.5],
         [b"1", b"1", b"2", b"1"],
-        [[{"role": "user", "content": "a"}], [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}], [{"role": "user", "content": "a"}]],
+        [
+            [{"role": "user", "content": "a"}],
+            [{"role": "user", "content": "a"}],
+            [{"role": "user", "content": "b"}],
+            [{"role": "user", "content": "a"}],
+        ],
     ],
 )
 def test_ids_of_any_type(ids):
@@ -634,7 +672,9 @@ def test_files_numbered_as_steps(tmp_path, names, n_groups):
 def test_files_of_which_some_are_numbered(tmp_path):
     names = ("step_1.parquet", "step_2.parquet", "more.parquet")
     paths = [write(tmp_path / name, pa.table({"prompt_id": ["a"]})) for name in names]
-    with pytest.raises(ValueError, match=r"^IN: .*step_1.parquet is numbered as a training step and .*more.parquet is not; "):
+    with pytest.raises(
+        ValueError, match=r"^IN: .*step_1.parquet is numbered as a training step and .*more.parquet is not; "
+    ):
         io.group_codes(io.read_source(paths))
 
 
@@ -668,7 +708,7 @@ def test_rewards(columns, named, expected):
 def test_dtypes_of_rewards():
     assert io.read_rewards(source({"reward": pa.array([1.0], pa.float32())})).dtype == np.float32
     assert io.read_rewards(source({"reward": pa.array([1], pa.int8())})).dtype == np.float64
-    assert io.read_rewards(source({"reward": pa.array([1.0], pa.float16())})).dtype == np.float16
+    assert io.read_rewards(source({"reward": pa.array(np.float16([1.0]))})).dtype == np.float16
 
 
 @pytest.mark.parametrize(
@@ -679,7 +719,7 @@ def test_dtypes_of_rewards():
         ({"scores": [[0.0, 1.0], None, [1.0]]},
          r"^reward: column 'scores' has 2 rewards in row 0 but 1 in row 2; name a column with one reward per row"),
         ({"reward": [{}]}, r"^reward: column 'reward' has no fields"),
-        ({"rewards": [{"acc": {"score": 1.0}}]}, r"^reward: column 'rewards': expected numbers, got struct<score: double>"),
+        ({"rewards": [{"acc": {"score": 1.0}}]}, r"^reward: column 'rewards': expected numbers, got struct<score"),
     ],
 )  # fmt: skip
 def test_rewards_that_are_none(columns, message):
@@ -707,9 +747,9 @@ def test_unscored_steps():
          r"^step_rewards: column 'step_rewards' has 2 entries in row 1 where 'step_ends' has 1; cut them alike"),
         ({"step_ends": [[0, 1], None]},
          r"^step_rewards: column 'step_rewards' has 1 entries in row 1 where 'step_ends' has 0; "),
-        ({"step_groups": [[1], [1]]}, r"^step_groups: column 'step_groups' has 1 entries in row 0 where 'step_ends' has 2"),
+        ({"step_groups": [[1], [1]]}, r"^step_groups: column 'step_groups' has 1 entries in row 0 where 'step_ends' "),
         ({"step_rewards": [["a", "b"], ["a"]]}, r"^step_rewards: column 'step_rewards': expected numbers, got string"),
-        ({"step_ends": [3, 4]}, r"^step_ends: no list column found, tried step_ends; the input has step_ends \(int64\)"),
+        ({"step_ends": [3, 4]}, r"^step_ends: no list column found, tried step_ends; the input has step_ends \(int"),
     ],
 )  # fmt: skip
 def test_steps_that_do_not_fit(changed, message):
@@ -752,7 +792,8 @@ def test_rollouts_of_a_table():
             "uid": ["a", "b", "a"], "step": [1, 1, 1], "traj_id": [5, 6, 7], "score": [1.0, 0.0, 0.5],
             "response_ids": [[1, 2], [], [3]], "old_log_probs": [[-1.0, -2.0], [], [-3.0]],
             "rollout_log_probs": [[-1.5, -2.5], [], [-3.5]], "loss_mask": [[True, False], [], [True]],
-            "step_ends": [[0, 1], [], [0]], "step_rewards": [[0.5, None], [], [1.0]], "step_groups": [["x", "y"], [], ["x"]],
+            "step_ends": [[0, 1], [], [0]], "step_rewards": [[0.5, None], [], [1.0]],
+            "step_groups": [["x", "y"], [], ["x"]],
         }
     )  # fmt: skip
     rollouts = gf.Rollouts.from_arrow(table)
@@ -794,7 +835,9 @@ def test_rollouts_need_tokens_of_equal_lengths():
 
 
 def test_several_rewards_and_group_offsets_to_arrow():
-    rollouts = gf.Rollouts(token_offsets=[0, 1, 2], logp=np.array([-1.0, -2.0]), rewards=[[1.0, 2.0], [3.0, 4.0]], group_offsets=[0, 2])
+    rollouts = gf.Rollouts(
+        token_offsets=[0, 1, 2], logp=np.array([-1.0, -2.0]), rewards=[[1.0, 2.0], [3.0, 4.0]], group_offsets=[0, 2]
+    )
     table = rollouts.to_arrow()
     assert table.to_pydict() == {"logp": [[-1.0], [-2.0]], "rewards": [[1.0, 2.0], [3.0, 4.0]], "group_ids": [0, 0]}
     assert gf.Rollouts.from_arrow(table).rewards.tolist() == [[1.0, 2.0], [3.0, 4.0]]

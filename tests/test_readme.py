@@ -31,7 +31,7 @@ def _commands() -> list[tuple[str, str]]:
 
 def _settled(text: str) -> str:
     """Without what differs from run to run: seconds, and how wide the columns are."""
-    text = re.sub(r"\d+\.\d+ ?(s|seconds)\b", "N s", text)
+    text = re.sub(r"(seconds +)[\d.]+", r"\1N", text)
     return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
 
 

@@ -381,6 +381,21 @@ static void check_non_finite(void)
         }
 }
 
+/* Gradients beyond float32 are its largest number, also where the sums of such terms cancel. */
+static void check_saturation(void)
+{
+    const int64_t start = 0, stop = 2;
+    const float logp[] = {-1, -1}, weight[] = {1e36f, 1e36f}, advantage[] = {1, -1};
+    const double w = 1e6;
+    float grad[2];
+    double stats[N_STATS];
+    const Batch batch = {.n_completions = 1, .start = &start, .stop = &stop, .logp = {logp, 0}, .token_weight = {weight, 0},
+                         .token_advantages = {advantage, 0}, .weights = &w, .grad = grad, .stats = stats};
+    const Plan plan = clip_plan(0, LEVEL_TOKEN, 0);
+    grpo_policy_loss(&plan, &batch, 1);
+    check(grad[0] == -FLT_MAX && grad[1] == FLT_MAX && stats[STAT_SURROGATE] == 0, "%s: gradients saturate where their sum cancels", isa_name());
+}
+
 /* ---- bits: threads and alignments ---- */
 
 typedef struct {
@@ -689,6 +704,7 @@ int main(int argc, char **argv)
         check_by_hand();
         check_loss();
         check_non_finite();
+        check_saturation();
         check_threads();
         check_alignment();
     }

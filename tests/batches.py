@@ -264,7 +264,9 @@ def away_from_kinks(
     counted, owner = batch.counted, batch.owner
     wide = {name: getattr(batch, name).astype(np.float64) for name in ("logp", "old_logp", "ref_logp")}
     with np.errstate(invalid="ignore"):
-        unit = step * np.fmax(1.0, np.fmax(np.abs(wide["logp"]), np.fmax(np.abs(wide["old_logp"]), np.abs(wide["ref_logp"]))))
+        unit = step * np.fmax(
+            1.0, np.fmax(np.abs(wide["logp"]), np.fmax(np.abs(wide["old_logp"]), np.abs(wide["ref_logp"])))
+        )
     per_token = [*log_ratio, *([float(np.log(b)) for b in ratio if 0 < b < np.inf] if level == "token" else [])]
     per_row = [] if level == "token" else [float(np.log(b)) for b in ratio if 0 < b < np.inf]
     for _ in range(100):
@@ -341,7 +343,12 @@ if st is not None:
 
     @st.composite
     def batches(
-        draw: Any, *, dtypes: Sequence[Any] = (np.float64, np.float32), max_rows: int = 6, poison: bool = False, long: bool = False
+        draw: Any,
+        *,
+        dtypes: Sequence[Any] = (np.float64, np.float32),
+        max_rows: int = 6,
+        poison: bool = False,
+        long: bool = False,
     ) -> Batch:
         """Batches of every awkward shape; the numbers come from a drawn seed, so shapes shrink and numbers do not."""
         lengths = draw(st.lists(st.one_of(st.integers(0, 12), st.sampled_from(BORDERS)), max_size=max_rows), "lengths")

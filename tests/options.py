@@ -83,9 +83,7 @@ def aggregations(method: str) -> list[dict[str, Any]]:
 def combinations(method: str, level: str, each: int = 1) -> Iterator[dict[str, Any]]:
     """Every setting of the surrogate with every penalty, ``each`` times with other aggregations,
     masks, advantages, weights and old policies, which take turns until all their combinations were."""
-    rest = list(
-        itertools.product(aggregations(method), (True, False), ADVANTAGES, WEIGHTS, (True, True, False))
-    )
+    rest = list(itertools.product(aggregations(method), (True, False), ADVANTAGES, WEIGHTS, (True, True, False)))
     random.Random(f"{method} {level}").shuffle(rest)
     turn = itertools.cycle(rest)
     for setting, penalty in itertools.product(variants(tables.METHODS[method].surrogate), penalties()):
@@ -150,7 +148,9 @@ def _where_kl_is(value: float, estimator: str) -> list[float]:
 if st is not None:
 
     @st.composite
-    def options(draw: Any, *, advantages: tuple[str, ...] = ADVANTAGES, levels: tuple[str, ...] | None = None) -> dict[str, Any]:
+    def options(
+        draw: Any, *, advantages: tuple[str, ...] = ADVANTAGES, levels: tuple[str, ...] | None = None
+    ) -> dict[str, Any]:
         """Any allowed combination, drawn row by row from the tables."""
         method = draw(st.sampled_from(sorted(tables.METHODS)), "loss_type")
         allowed = [level for level in tables.METHODS[method].levels if levels is None or level in levels]

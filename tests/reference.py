@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
-
 from batches import Batch, pad
 
 # --- what the methods are made of ------------------------------------------------------------------
@@ -41,7 +40,7 @@ METHODS = {
 EXP_BOUND = 300.0  # float64: beyond it an exp keeps the value and the slope it has there
 
 
-@lru_cache(maxsize=None)
+@cache
 def _torch() -> Any:
     import torch
 
@@ -194,7 +193,9 @@ class Opinion:
     per_completion: np.ndarray
     metrics: dict[str, float]
     loss_terms: float  # sum of the absolute terms of the loss
-    grad_terms: np.ndarray | None  # sum of the absolute terms of every gradient, w |c A| before ratio, gate and clip too
+    grad_terms: (
+        np.ndarray | None
+    )  # sum of the absolute terms of every gradient, w |c A| before ratio, gate and clip too
     scale: float  # 1 / the largest weight of a completion: gradients are compared times this
 
 
@@ -309,7 +310,9 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
         per_completion=per_completion,
         metrics=_metrics(lam, adv, penalty, policy, rows, mask, level, surrogate, o),
         loss_terms=float((rows * (policy.abs() + (beta * penalty).abs())).sum().detach()),
-        grad_terms=flat(sum(gradient(part).abs() for part in separately) + (rows * weight * adv).abs()) if terms else None,
+        grad_terms=flat(sum(gradient(part).abs() for part in separately) + (rows * weight * adv).abs())
+        if terms
+        else None,
         scale=1.0 / max(float(w.max(initial=0.0)), 1e-300),
     )
 
@@ -327,10 +330,7 @@ def _metrics(
         result["kl"] = float(penalty.sum() / n)
         counts = mask.sum(1)
         full = counts > 0
-        if level == "token":
-            x = lam[mask]
-        else:
-            x = lam[:, 0][full]
+        x = lam[mask] if level == "token" else lam[:, 0][full]
         r = _exp(x)
         result["approx_kl"] = float((r - 1 - x).mean())
         result["ppo_kl"] = float(-x.mean())

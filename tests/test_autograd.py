@@ -38,8 +38,14 @@ def check(batch: Batch, options: dict[str, Any], where: str) -> None:
     for backend in BACKENDS:
         result = gf.grpo_loss(*args, **keywords, backend=backend)
         say = f"{where}, {backend}: {options}"
-        assert abs(result.loss - expected.loss) <= TIGHT * expected.loss_terms, f"loss {result.loss} {expected.loss}; {say}"
-        worst = expected.scale * np.abs(result.grad - expected.grad) / np.maximum(1.0, expected.scale * np.abs(expected.grad))
+        assert abs(result.loss - expected.loss) <= TIGHT * expected.loss_terms, (
+            f"loss {result.loss} {expected.loss}; {say}"
+        )
+        worst = (
+            expected.scale
+            * np.abs(result.grad - expected.grad)
+            / np.maximum(1.0, expected.scale * np.abs(expected.grad))
+        )
         assert worst.max(initial=0.0) <= TIGHT, f"N * gradient off by {worst.max()} at {worst.argmax()}; {say}"
         off = np.abs(result.per_completion - expected.per_completion).max(initial=0.0)
         assert off <= TIGHT * max(expected.loss_terms, 1e-300), f"per_completion off by {off}; {say}"
@@ -58,7 +64,9 @@ def test_against_autograd(method: str, level: str) -> None:
     row = tables.METHODS[method]
     assert reference.METHODS[method][:2] == (row.surrogate, row.aggregation)
     # grpo and dapo are one loss with two aggregations: the second of a kind takes every fourth setting
-    first = next(pair for pair in METHOD_LEVELS if tables.METHODS[pair[0]].surrogate == row.surrogate and pair[1] == level)
+    first = next(
+        pair for pair in METHOD_LEVELS if tables.METHODS[pair[0]].surrogate == row.surrogate and pair[1] == level
+    )
     step = 1 if TURNS > 1 or first == (method, level) else 4
     for i, options in enumerate(itertools.islice(combinations(method, level, TURNS), 0, None, step)):
         which = i % len(BATCHES)
@@ -85,7 +93,12 @@ def test_kl_against_autograd(backend: str) -> None:
         logp = -rng.exponential(1.0, 40)
         ref = logp + scale * rng.standard_normal(40)
         for name in (name + plus for name in tables.KL_ESTIMATORS for plus in ("", "+")):
-            for clamps in ({}, {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}, {"kl_clamp_in": 0.3}, {"kl_clamp_out": 0.02}):
+            for clamps in (
+                {},
+                {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0},
+                {"kl_clamp_in": 0.3},
+                {"kl_clamp_out": 0.02},
+            ):
                 tensor = torch.from_numpy(logp).requires_grad_()
                 value = reference.kl_term(
                     tensor, torch.from_numpy(ref), name, clamps.get("kl_clamp_in"), clamps.get("kl_clamp_out")

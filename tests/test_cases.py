@@ -123,7 +123,9 @@ def _number(value: Any) -> Any:
 def _argument(name: str, value: Any, dtypes: dict[str, str]) -> Any:
     if name not in NUMBERS or value is None:
         return value
-    kind = dtypes.get(name, "int64" if name in WHOLE else "bool" if name in ("mask", "truncated", "correct") else "float64")
+    kind = dtypes.get(
+        name, "int64" if name in WHOLE else "bool" if name in ("mask", "truncated", "correct") else "float64"
+    )
     if kind == "bfloat16":
         return np.array(_number(value), np.float64).astype(pytest.importorskip("ml_dtypes").bfloat16)
     return np.array(_number(value)).astype(kind)
@@ -146,7 +148,9 @@ def _outcome(function: Any, arguments: dict[str, Any], backend: str) -> dict[str
         return {"value": result.loss, "grad": result.grad, "metrics": result.metrics}
     if not isinstance(result, tuple):
         return {"value": result}
-    names = {"kl": ("value", "grad"), "importance_weights": ("value", "mask", "metrics")}.get(function.__name__, ("value", "metrics"))
+    names = {"kl": ("value", "grad"), "importance_weights": ("value", "mask", "metrics")}.get(
+        function.__name__, ("value", "metrics")
+    )
     return dict(zip(names, result, strict=True))
 
 

@@ -28,7 +28,9 @@ def settings(method: str, level: str) -> list[dict[str, Any]]:
     if tables.METHODS[method].aggregation == "seq-mean-token-sum-norm":
         base["max_completion_length"] = 100.0
     rows = [{**base, **setting} for setting in variants(tables.METHODS[method].surrogate)]
-    rows += [{**base, "kl_estimator": name + plus, **KL_CLAMPS[1]} for name in tables.KL_ESTIMATORS for plus in ("", "+")]
+    rows += [
+        {**base, "kl_estimator": name + plus, **KL_CLAMPS[1]} for name in tables.KL_ESTIMATORS for plus in ("", "+")
+    ]
     return rows + [{**base, "kl_ratio_factor": factor, "weight": "token"} for factor in tables.KL_RATIO_FACTORS]
 
 
@@ -45,7 +47,9 @@ def test_single_precision(method: str, level: str) -> None:
         batch = random_batch(seed, lengths, dtype=np.float32, spread=spread, lead=3)
         data = away_from_kinks(batch, **kinks(options), level=level)
         exact = reference.evaluate(cast(data, np.float64), options, terms=True)
-        logp, old, ref = (getattr(data, name)[data.counted].astype(np.float64) for name in ("logp", "old_logp", "ref_logp"))
+        logp, old, ref = (
+            getattr(data, name)[data.counted].astype(np.float64) for name in ("logp", "old_logp", "ref_logp")
+        )
         allowed = SINGLE * (1 + max(np.abs(logp - old).max(), np.abs(ref - logp).max()))
         # one gradient is one product of a few roundings, not a sum in which they average: twice the tolerance
         bound = 2 * allowed * exact.grad_terms + 1e-38
@@ -58,7 +62,9 @@ def test_single_precision(method: str, level: str) -> None:
             assert result.grad.dtype == np.float32
 
 
-@pytest.mark.parametrize("d", [1e-6, 1e-4, 1e-3, 0.02, 0.4, 0.999, 1.001, 3.0, 20.0, -1e-5, -1e-3, -0.3, -0.999, -1.001, -8.0, -60.0])
+@pytest.mark.parametrize(
+    "d", [1e-6, 1e-4, 1e-3, 0.02, 0.4, 0.999, 1.001, 3.0, 20.0, -1e-5, -1e-3, -0.3, -0.999, -1.001, -8.0, -60.0]
+)
 def test_k3_keeps_its_digits(d: float, backend: str) -> None:
     for dtype, digits in ((np.float32, 1.2e-6), (np.float64, 2e-15)):
         logp = np.array([-0.25], dtype)  # a power of two, so that little is lost before the kernel
@@ -69,7 +75,12 @@ def test_k3_keeps_its_digits(d: float, backend: str) -> None:
             value, slope = float(exact.exp() - exact - 1), float(1 - exact.exp())
         got_value, got_slope = gf.kl(logp, ref, kl_estimator="k3", backend=backend)
         loss = gf.grpo_loss(logp, None, ref, [0.0], [0, 1], beta=1.0, backend=backend)
-        for found, expected in ((got_value[0], value), (got_slope[0], slope), (loss.loss, value), (loss.grad[0], slope)):
+        for found, expected in (
+            (got_value[0], value),
+            (got_slope[0], slope),
+            (loss.loss, value),
+            (loss.grad[0], slope),
+        ):
             assert float(found) == pytest.approx(expected, rel=digits * (1 + abs(d)), abs=0)
 
 
@@ -88,7 +99,10 @@ def extreme_batch(dtype: Any, advantage: float) -> Batch:
     return Batch(
         **{
             **{name: getattr(batch, name) for name in batch.__dataclass_fields__},
-            **{name: value.astype(dtype) for name, value in (("logp", batch.logp), ("old_logp", old), ("ref_logp", ref))},
+            **{
+                name: value.astype(dtype)
+                for name, value in (("logp", batch.logp), ("old_logp", old), ("ref_logp", ref))
+            },
             "advantages": np.full(batch.rows, advantage),
         }
     )
@@ -119,7 +133,9 @@ def test_extreme_ratios_stay_finite(method: str, level: str, dtype: Any, monkeyp
             assert off.max() <= allowed * exact.loss_terms, say
             grad = np.clip(exact.grad, -np.finfo(dtype).max, np.finfo(dtype).max)
             bound = 2 * allowed * exact.grad_terms + 1e-38
-            bound[exact.grad_terms > np.finfo(dtype).max] = np.inf  # a difference of two infinities, held: any number will do
+            bound[exact.grad_terms > np.finfo(dtype).max] = (
+                np.inf
+            )  # a difference of two infinities, held: any number will do
             worst = int(np.argmax(np.abs(result.grad - grad) - bound))
             assert abs(result.grad[worst] - grad[worst]) <= bound[worst], (*say, worst, result.grad[worst], grad[worst])
 
@@ -178,7 +194,9 @@ def test_mixed_precision_is_the_widest(backend: str) -> None:
 
 def test_kl_dtypes(backend: str) -> None:
     for kind in (np.float32, np.float64, *sixteen_bit()):
-        value, slope = gf.kl(np.array([-1.0, -0.5], kind), np.array([-0.75, -1.0], kind), kl_estimator="k2", backend=backend)
+        value, slope = gf.kl(
+            np.array([-1.0, -0.5], kind), np.array([-0.75, -1.0], kind), kl_estimator="k2", backend=backend
+        )
         assert value.dtype == slope.dtype == (np.float64 if kind == np.float64 else np.float32)
         np.testing.assert_allclose(value, [0.03125, 0.125], rtol=1e-7)
         np.testing.assert_allclose(slope, [-0.25, 0.5], rtol=1e-7)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import exp, inf, log, nan, sqrt
 from typing import Any
 
@@ -19,7 +20,6 @@ import grpo_fast as gf
 from grpo_fast import tables
 
 LOGP = (-0.4, -1.3, -0.9, -2.1, -0.15, -0.7)  # log-probs of the tokens of a row where their size does not matter
-HELD = 1e-9  # the sources give their figures to nine digits; exact arithmetic below holds to the last
 
 
 # --- losses ----------------------------------------------------------------------------------------
@@ -410,12 +410,18 @@ def call(rows: list[Row], options: dict[str, Any], **more: Any) -> Any:
     if per_token:
         keywords["advantage_level"] = "token"
     clips = tables.METHODS[keywords["loss_type"]].surrogate == "clip"
-    if old is not None and clips and "importance_sampling_level" not in keywords:  # where a ratio meets a bound, what exp returns in its last bit decides
+    if (
+        old is not None and clips and "importance_sampling_level" not in keywords
+    ):  # where a ratio meets a bound, what exp returns in its last bit decides
         epsilon = keywords.get("epsilon", 0.2)
         with np.errstate(over="ignore", invalid="ignore"):
-            off = [np.abs(np.exp(logp - old) - bound) for bound in (1 - epsilon, 1 + keywords.get("epsilon_high", epsilon))]
+            off = [
+                np.abs(np.exp(logp - old) - bound) for bound in (1 - epsilon, 1 + keywords.get("epsilon_high", epsilon))
+            ]
         assert not any((distance < 1e-9).any() for distance in off), "a ratio lies on a bound"
-    return gf.grpo_loss(logp, old, ref, np.asarray(advantages, np.float64), np.cumsum([0, *lengths]), **keywords, **more)
+    return gf.grpo_loss(
+        logp, old, ref, np.asarray(advantages, np.float64), np.cumsum([0, *lengths]), **keywords, **more
+    )
 
 
 def needs(bug: Bug) -> None:
@@ -423,8 +429,11 @@ def needs(bug: Bug) -> None:
         pytest.skip(f"loss_type {bug.options['loss_type']!r} is not in the tables")
 
 
-@pytest.mark.parametrize("bug", [b for kind in LOSSES.values() for b in kind],
-                         ids=[f"{kind}-{b.tag}-{i}" for kind, bugs in LOSSES.items() for i, b in enumerate(bugs)])  # fmt: skip
+@pytest.mark.parametrize(
+    "bug",
+    [bug for bugs in LOSSES.values() for bug in bugs],
+    ids=[f"{kind}-{bug.tag}-{bug.what}" for kind, bugs in LOSSES.items() for bug in bugs],
+)
 def test_losses(bug: Bug, backend: str) -> None:
     needs(bug)
     result = call(bug.rows, bug.options, backend=backend)
@@ -555,21 +564,14 @@ def test_16_bit_inputs_compute_wider(backend: str) -> None:
     r = np.exp(x)
     loss = (-min(r[0], 1.2) - r[1] + r[2] + r[3]) / 4
     dtypes: list[Any] = [np.float16]
-    ml_dtypes = pytest.importorskip("ml_dtypes") if _have("ml_dtypes") else None
-    if ml_dtypes:
-        dtypes.append(ml_dtypes.bfloat16)
+    if find_spec("ml_dtypes") is not None:
+        dtypes.append(pytest.importorskip("ml_dtypes").bfloat16)
     for dtype in dtypes:
         result = gf.grpo_loss(
             np.array(logp, dtype), np.array(old, dtype), None, [1.0, -1.0], [0, 2, 4], loss_type="dapo", backend=backend
         )
         assert result.loss == pytest.approx(loss, rel=1e-6), dtype
         np.testing.assert_allclose(result.grad.astype(np.float64), np.array([-r[0], -r[1], r[2], r[3]]) / 4, rtol=4e-3)
-
-
-def _have(module: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(module) is not None
 
 
 def test_integer_and_mask_types_agree(backend: str) -> None:
@@ -597,13 +599,22 @@ KL = [
     ("verl#2928", "k3", [0.0, 0.001, -0.001, 5.0, -3.0], lambda x: _k3(-x), lambda x: 1 - exp(-x), {}),
     ("NeMo-RL#876", "k3", [900.0], lambda x: x - 1, lambda x: 1.0, {}),
     ("verl#1779", "k3", [-100.0, 100.0], lambda x: 10.0, lambda x: 0.0, {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}),
-    ("verl#1779", "k3", [-2.5, 9.0], lambda x: _k3(-x), lambda x: 1 - exp(-x), {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}),
+    (
+        "verl#1779",
+        "k3",
+        [-2.5, 9.0],
+        lambda x: _k3(-x),
+        lambda x: 1 - exp(-x),
+        {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0},
+    ),
     ("verl#1779", "k3", [-3.0], lambda x: 10.0, lambda x: 0.0, {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}),
     ("verl#1779", "k3+", [-3.0, 30.0], lambda x: 10.0, lambda x: x, {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}),
 ]
 
 
-@pytest.mark.parametrize(("tag", "estimator", "x", "value", "slope", "options"), KL, ids=[f"{r[0]}-{r[1]}-{i}" for i, r in enumerate(KL)])
+@pytest.mark.parametrize(
+    ("tag", "estimator", "x", "value", "slope", "options"), KL, ids=[f"{r[0]}-{r[1]}-{i}" for i, r in enumerate(KL)]
+)
 def test_kl(tag: str, estimator: str, x: list[float], value: Any, slope: Any, options: dict[str, float]) -> None:
     logp = np.full(len(x), -1.0)
     ref = logp - np.array(x)
@@ -673,6 +684,7 @@ GROUPS: list[tuple[str, str, Any, dict[str, Any], Any]] = [
     ("AReaL#1419", "a last group of one explodes", [1, 2, 3], {"group_offsets": [0, 2, 3], "ddof": 1, "eps": 1e-5},
      [-0.5 / (A + 1e-5), 0.5 / (A + 1e-5), 0]),
     ("NeMo-RL#4161", "a common offset eats every digit", [100000001, 100000002, 100000003], {"group_offsets": [0, 3], "ddof": 1}, [-1, 0, 1]),
+    ("NeMo-RL#4161", "a larger one, where a lost deviation shows", [10**12 + 2, 10**12 + 4, 10**12 + 6], {"group_offsets": [0, 3], "ddof": 1}, [-1, 0, 1]),
     ("trl#5026", "negative rewards turn round", [-1, -3], {"group_offsets": [0, 2], "ddof": 1}, [A, -A]),
     ("trl#5353", "weights of rewards are ignored", [[1, 0], [0, 1], [1, 1], [0, 0]],
      {"group_offsets": [0, 4], "reward_weights": [0.7, 0.3], "scale": "none"}, [0.2, -0.2, 0.5, -0.5]),
@@ -692,12 +704,20 @@ def _available(name: str, keywords: dict[str, Any]) -> Any:
     return function
 
 
-@pytest.mark.parametrize(("tag", "what", "rewards", "options", "expected"), GROUPS, ids=[f"{row[0]}-{row[1]}" for row in GROUPS])
+@pytest.mark.parametrize(
+    ("tag", "what", "rewards", "options", "expected"), GROUPS, ids=[f"{row[0]}-{row[1]}" for row in GROUPS]
+)
 def test_groups(tag: str, what: str, rewards: Any, options: dict[str, Any], expected: Any, backend: str) -> None:
     function = _available("group_advantages", options)
     result = function(np.array(rewards, np.float64), **{"eps": 0.0, **options}, backend=backend)
     rtol = 1e-6 if tag == "verl#6348" else 1e-12  # differences of 1e-9 in numbers near 1 keep seven digits
     np.testing.assert_allclose(result, expected, rtol=rtol, atol=1e-12, err_msg=what)
+    if "group_ids" in options:  # arrays of ids go another way than lists
+        ids = np.array(options["group_ids"])
+        np.testing.assert_array_equal(
+            result,
+            function(np.array(rewards, np.float64), **{"eps": 0.0, **options, "group_ids": ids}, backend=backend),
+        )
 
 
 EQUAL = [
@@ -712,7 +732,9 @@ EQUAL = [
 def test_equal_rewards_give_exactly_zero(tag: str, rewards: list[float], dtype: Any, backend: str) -> None:
     function = _available("group_advantages", {})
     for options in ({}, {"ddof": 1}, {"baseline": "leave_one_out", "scale": "none"}, {"scale": "batch"}):
-        result = function(np.array(rewards, dtype), group_offsets=[0, len(rewards)], eps=1e-8, backend=backend, **options)
+        result = function(
+            np.array(rewards, dtype), group_offsets=[0, len(rewards)], eps=1e-8, backend=backend, **options
+        )
         assert (result == 0).all(), options
 
 
@@ -728,8 +750,12 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize(("tag", "dtype", "rewards", "options", "expected"), NARROW, ids=[f"{r[1]}-{i}" for i, r in enumerate(NARROW)])
-def test_narrow_rewards(tag: str, dtype: str, rewards: Any, options: dict[str, Any], expected: Any, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("tag", "dtype", "rewards", "options", "expected"), NARROW, ids=[f"{r[1]}-{i}" for i, r in enumerate(NARROW)]
+)
+def test_narrow_rewards(
+    tag: str, dtype: str, rewards: Any, options: dict[str, Any], expected: Any, backend: str
+) -> None:
     function = _available("group_advantages", options)
     kind: Any = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     result = function(np.array(rewards, kind), group_offsets=[0, len(rewards)], eps=0.0, backend=backend, **options)
@@ -800,14 +826,18 @@ PROCESS: list[tuple[str, str, tuple[Any, Any, Any], dict[str, Any], Any]] = [
 
 def _steps(steps: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     rewards, ends, lengths = steps
-    flat = [np.array([v for row in part for v in row], kind) for part, kind in ((rewards, np.float64), (ends, np.int64))]
+    flat = [
+        np.array([v for row in part for v in row], kind) for part, kind in ((rewards, np.float64), (ends, np.int64))
+    ]
     keywords = {"eps": 0.0, **options}
     if "group_ids" not in keywords:
         keywords["group_offsets"] = [0, len(lengths)]
     return (*flat, np.cumsum([0, *map(len, ends)]), np.cumsum([0, *lengths])), keywords
 
 
-@pytest.mark.parametrize(("tag", "what", "steps", "options", "expected"), PROCESS, ids=[f"{row[0]}-{row[1]}" for row in PROCESS])
+@pytest.mark.parametrize(
+    ("tag", "what", "steps", "options", "expected"), PROCESS, ids=[f"{row[0]}-{row[1]}" for row in PROCESS]
+)
 def test_process(tag: str, what: str, steps: Any, options: dict[str, Any], expected: Any, backend: str) -> None:
     args, keywords = _steps(steps, options)
     result = _available("process_advantages", keywords)(*args, **keywords, backend=backend)

@@ -31,7 +31,12 @@ from options import kinks, options, whole_batch
 import grpo_fast as gf
 
 EXAMPLES = int(os.environ.get("GRPO_FAST_EXAMPLES", "40"))
-quick = settings(deadline=None, max_examples=EXAMPLES, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+quick = settings(
+    deadline=None,
+    max_examples=EXAMPLES,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -101,7 +106,9 @@ def test_parts_add_up(batch: Batch, chosen: dict[str, Any], data: Any, backend: 
     whole = run(batch, chosen, backend)
     keys = batch.group_ids if chosen.get("loss_agg_mode") == "prompt-mean" else np.arange(batch.rows)
     names = sorted(set(keys.tolist()))
-    part_of = dict(zip(names, data.draw(st.lists(st.integers(0, 2), min_size=len(names), max_size=len(names))), strict=True))
+    part_of = dict(
+        zip(names, data.draw(st.lists(st.integers(0, 2), min_size=len(names), max_size=len(names))), strict=True)
+    )
     loss, grad, each = 0.0, np.zeros_like(whole.grad), np.zeros(batch.rows)
     for part in range(3):
         rows = [row for row in range(batch.rows) if part_of[keys[row]] == part]
@@ -191,13 +198,18 @@ def test_padded_is_ragged(
         batch = replace(batch, mask=mask)
     args, keywords = arguments(batch, chosen)
     ragged = gf.grpo_loss(*args, **keywords, backend=backend)
-    wide = pad(poisoned(batch, seed) if chosen["use_mask"] else batch, int(batch.lengths.max()) + extra, fill=np.nan, left=left)
+    wide = pad(
+        poisoned(batch, seed) if chosen["use_mask"] else batch, int(batch.lengths.max()) + extra, fill=np.nan, left=left
+    )
     inside = wide["slots"] >= 0
     keywords["mask"] = wide["mask"] if chosen["use_mask"] else inside
     if chosen["weight"] == "token":
         keywords["token_weight"] = wide["token_weight"]
     values = wide["token_advantages"] if chosen["advantage"] == "token" else batch.advantages
-    old, ref = (wide[name] if array is not None else None for name, array in zip(("old_logp", "ref_logp"), args[1:3], strict=True))
+    old, ref = (
+        wide[name] if array is not None else None
+        for name, array in zip(("old_logp", "ref_logp"), args[1:3], strict=True)
+    )
     padded = gf.padded.grpo_loss(wide["logp"], old, ref, values, **keywords, backend=backend)
     assert padded.grad.shape == wide["logp"].shape
     assert (padded.grad[~keywords["mask"]] == 0).all()
@@ -222,7 +234,11 @@ def test_padded_in_one_call(batch: Batch, scale: str, seed: int, backend: str) -
     advantages, result = gf.padded.grpo(rewards, *cubes.values(), scale=scale, loss_type="dapo", backend=backend)
     np.testing.assert_array_equal(advantages, gf.group_advantages(rewards, scale=scale, backend=backend))
     flat = gf.padded.grpo_loss(
-        *(wide[name] for name in ("logp", "old_logp", "ref_logp")), advantages.ravel(), wide["mask"], loss_type="dapo", backend=backend
+        *(wide[name] for name in ("logp", "old_logp", "ref_logp")),
+        advantages.ravel(),
+        wide["mask"],
+        loss_type="dapo",
+        backend=backend,
     )
     same(replace(result, grad=result.grad.reshape(flat.grad.shape)), flat)
 
@@ -333,7 +349,9 @@ def unaligned(array: np.ndarray) -> np.ndarray:
 
 @quick
 @given(batch=batches(), chosen=options(), way=st.sampled_from([every_other, backwards, other_byte_order, unaligned]))
-def test_layout_in_memory(batch: Batch, chosen: dict[str, Any], way: Callable[[np.ndarray], np.ndarray], backend: str) -> None:
+def test_layout_in_memory(
+    batch: Batch, chosen: dict[str, Any], way: Callable[[np.ndarray], np.ndarray], backend: str
+) -> None:
     strange = Batch(**{field.name: way(getattr(batch, field.name)) for field in fields(batch)})
     same(run(batch, chosen, backend), run(strange, chosen, backend))
 

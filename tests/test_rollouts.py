@@ -106,7 +106,9 @@ def test_torch_round_trip() -> None:
     )
     assert bfloat.logp.dtype == np.float32
     assert torch.equal(rollouts.to_torch("logp", padded=True), torch.tensor(rollouts.to_padded("logp")))
-    assert torch.equal(rollouts.to_torch("logp", padded=True, side="left"), torch.tensor(rollouts.to_padded("logp", side="left")))
+    assert torch.equal(
+        rollouts.to_torch("logp", padded=True, side="left"), torch.tensor(rollouts.to_padded("logp", side="left"))
+    )
     ml_dtypes = pytest.importorskip("ml_dtypes")
     narrow = gf.Rollouts(token_offsets=[0, 2], logp=np.array([-0.5, -1.0], ml_dtypes.bfloat16))
     assert narrow.to_torch("logp", padded=True).dtype == torch.bfloat16

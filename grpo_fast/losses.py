@@ -466,8 +466,8 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
     token = int(bad[name][0])
     value = arrays[name][token]  # type: ignore[index]
     raise ValueError(
-        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite, or too large, "
-        f"on a token that counts; set mask[{token}] to 0 or mend the value"
+        f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite, or too "
+        f"large, on a token that counts; set mask[{token}] to 0 or mend the value"
     )
 
 

@@ -194,6 +194,6 @@ class PoolPlan(NamedTuple):
 # pool_std(values: Double, ddof: int, ulp: float) -> float
 #     Standard deviation of all the values, as in PoolPlan.
 # expand_steps(step_values: Double, step_offsets: Int, step_ends: Int, start: Int, stop: Int,
-#              base: Double | None, tail_last: bool, out: Real) -> None      (saturates as grad does)
-#     out[t] = base[i] + the value of t's step; after the last step: base[i], plus the last step's
-#     value where tail_last. Slots of no completion are the caller's.
+#              base: Double | None, out: Real) -> None      (saturates as grad does)
+#     out[t] = base[i] + the value of t's step; after the last step: base[i]. Slots of no completion
+#     are the caller's.

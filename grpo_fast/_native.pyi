@@ -17,7 +17,6 @@ def expand_steps(
     start: Int,
     stop: Int,
     base: Double | None,
-    tail_last: bool,
     out: Real,
 ) -> None: ...
 def isas() -> list[str]: ...

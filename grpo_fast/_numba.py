@@ -1395,20 +1395,18 @@ def pool_std(values: Double, ddof: int, ulp: float) -> float:
 
 
 @_exact_kernel
-def _expand_steps(step_values, step_offsets, step_ends, start, stop, base, tail_last, largest, out):
+def _expand_steps(step_values, step_offsets, step_ends, start, stop, base, largest, out):
     for i in range(start.size):
         own = base[i] if base.size > 0 else 0.0
         begin = start[i]
-        value = 0.0
         for step in range(step_offsets[i], step_offsets[i + 1]):
             end = min(stop[i], start[i] + step_ends[step] + 1)
             value = own + step_values[step]
             for t in range(begin, end):
                 out[t] = min(max(value, -largest), largest)
             begin = max(begin, end)
-        value = value if tail_last and step_offsets[i] < step_offsets[i + 1] else own
         for t in range(begin, stop[i]):
-            out[t] = min(max(value, -largest), largest)
+            out[t] = min(max(own, -largest), largest)
 
 
 def expand_steps(
@@ -1418,10 +1416,9 @@ def expand_steps(
     start: Int,
     stop: Int,
     base: Double | None,
-    tail_last: bool,
     out: Real,
 ) -> None:
     """Every token gets the value of its step, and its completion's base."""
     indices = (_given(a, np.int64) for a in (step_offsets, step_ends, start, stop))
     largest = float(np.finfo(out.dtype).max)
-    _expand_steps(_given(step_values, np.float64), *indices, _given(base, np.float64), bool(tail_last), largest, out)
+    _expand_steps(_given(step_values, np.float64), *indices, _given(base, np.float64), largest, out)

@@ -166,7 +166,7 @@ def _gather(batch: Batch, i: int, counted: Bool) -> _Tokens:
         A = A + batch.advantages[i]
     if batch.step_advantages is not None and batch.step_offsets is not None and batch.step_ends is not None:
         steps = slice(batch.step_offsets[i], batch.step_offsets[i + 1])
-        A = A + _of_step(batch.step_advantages[steps], batch.step_ends[steps], len(counted), 0.0)[counted]
+        A = A + _of_step(batch.step_advantages[steps], batch.step_ends[steps], len(counted))[counted]
     if token_advantages is not None:
         A = A + token_advantages
     if batch.completion_weight is not None:
@@ -358,7 +358,6 @@ def expand_steps(
     start: Int,
     stop: Int,
     base: Double | None,
-    tail_last: bool,
     out: Real,
 ) -> None:
     """Every token gets the value of its step, and its completion's base."""
@@ -366,12 +365,11 @@ def expand_steps(
         for i, (a, b) in enumerate(zip(start, stop, strict=True)):
             steps = slice(step_offsets[i], step_offsets[i + 1])
             values = step_values[steps]
-            tail = float(values[-1]) if tail_last and len(values) > 0 else 0.0
-            of_step = _of_step(values, step_ends[steps], b - a, tail)
+            of_step = _of_step(values, step_ends[steps], b - a)
             out[a:b] = _narrow(of_step if base is None else base[i] + of_step, out.dtype)
 
 
-def _of_step(values: Double, ends: Int, n: int, tail: float) -> Double:
-    """For the tokens 0..n-1 the value of the first step that ends at or after them, else the tail."""
+def _of_step(values: Double, ends: Int, n: int) -> Double:
+    """For the tokens 0..n-1 the value of the first step that ends at or after them, else 0."""
     first = np.searchsorted(ends, np.arange(n))
-    return np.append(values, tail)[first]
+    return np.append(values, 0.0)[first]

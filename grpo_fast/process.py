@@ -190,7 +190,7 @@ def process_advantages(
     target = out if out.dtype.itemsize >= 4 else np.empty(size)  # rounded once: float64 first, then 16 bits
     target[: tokens[0]] = 0
     with_ends = _with_row_ends(of_step, steps, of_row_end, np.diff(tokens))
-    kernels.expand_steps(*with_ends, tokens[:-1], tokens[1:], outcome, False, target)
+    kernels.expand_steps(*with_ends, tokens[:-1], tokens[1:], outcome, target)
     return out if target is out else check.narrow(target, out.dtype, out)
 
 

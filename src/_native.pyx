@@ -59,7 +59,7 @@ cdef extern from "pools.h" nogil:
     double grpo_exact_sum(const double *values, int64_t n, int64_t stride)
     void grpo_expand_steps(const double *step_values, const int64_t *step_offsets, const int64_t *step_ends,
                            const int64_t *start, const int64_t *stop, int64_t n_completions, const double *base,
-                           int tail_last, void *out, int out_is_double)
+                           void *out, int out_is_double)
     void grpo_count_tokens(const uint8_t *mask, const int64_t *start, const int64_t *stop, int64_t n_completions,
                            int64_t *out)
 
@@ -192,7 +192,7 @@ def pool_std(const double[::1] values, int ddof, double ulp):
 
 
 def expand_steps(const double[::1] step_values, const int64_t[::1] step_offsets, const int64_t[::1] step_ends,
-                 const int64_t[::1] start, const int64_t[::1] stop, base, bint tail_last, out):
+                 const int64_t[::1] start, const int64_t[::1] stop, base, out):
     """Step values on their tokens; see ``grpo_fast._contract``."""
     cdef int is_double = 0
     cdef void *to = _writable(out, &is_double)
@@ -202,8 +202,7 @@ def expand_steps(const double[::1] step_values, const int64_t[::1] step_offsets,
     if to == NULL or start.shape[0] == 0:
         return
     with nogil:
-        grpo_expand_steps(values, &step_offsets[0], ends, &start[0], &stop[0], start.shape[0], own, tail_last, to,
-                          is_double)
+        grpo_expand_steps(values, &step_offsets[0], ends, &start[0], &stop[0], start.shape[0], own, to, is_double)
 
 
 def isas():

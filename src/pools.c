@@ -111,19 +111,17 @@ void grpo_standardize(const double *values, const int64_t *order, const int64_t 
 #define EXPAND(TYPE, LARGEST)                                                                                                   \
     do {                                                                                                                        \
         TYPE *to = (TYPE *)out + start[i];                                                                                      \
-        double value = 0;                                                                                                       \
         int64_t t = 0;                                                                                                          \
         for (int64_t j = step_offsets[i]; j < step_offsets[i + 1]; j++) {                                                       \
-            value = step_values[j];                                                                                             \
-            const TYPE filled = (TYPE)fmax(fmin(own + value, LARGEST), -LARGEST);                                               \
+            const TYPE filled = (TYPE)fmax(fmin(own + step_values[j], LARGEST), -LARGEST);                                      \
             for (const int64_t end = step_ends[j] + 1; t < end; t++) to[t] = filled;                                            \
         }                                                                                                                       \
-        const TYPE tail = (TYPE)fmax(fmin(tail_last ? own + value : own, LARGEST), -LARGEST);                                   \
+        const TYPE tail = (TYPE)fmax(fmin(own, LARGEST), -LARGEST);                                                             \
         for (; t < length; t++) to[t] = tail;                                                                                   \
     } while (0)
 
 void grpo_expand_steps(const double *step_values, const int64_t *step_offsets, const int64_t *step_ends, const int64_t *start,
-                       const int64_t *stop, int64_t n_completions, const double *base, int tail_last, void *out, int out_is_double)
+                       const int64_t *stop, int64_t n_completions, const double *base, void *out, int out_is_double)
 {
     for (int64_t i = 0; i < n_completions; i++) {
         const double own = base ? base[i] : 0;

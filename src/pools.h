@@ -25,7 +25,7 @@ double grpo_std(const double *values, int64_t n, int ddof, double ulp, double *s
 double grpo_exact_sum(const double *values, int64_t n, int64_t stride);
 
 void grpo_expand_steps(const double *step_values, const int64_t *step_offsets, const int64_t *step_ends, const int64_t *start,
-                       const int64_t *stop, int64_t n_completions, const double *base, int tail_last, void *out, int out_is_double);
+                       const int64_t *stop, int64_t n_completions, const double *base, void *out, int out_is_double);
 
 void grpo_count_tokens(const uint8_t *mask, const int64_t *start, const int64_t *stop, int64_t n_completions, int64_t *out);
 

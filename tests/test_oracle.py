@@ -931,25 +931,23 @@ def test_pool_std(values, ddof, expected):
 
 
 @pytest.mark.parametrize(
-    ("base", "tail_last", "expected"),
+    ("base", "expected"),
     [
-        (None, False, [3, 0, 0, 9, 1, 1, 2, 2, 0, 0]),
-        (None, True, [3, 3, 3, 9, 1, 1, 2, 2, 2, 0]),
-        ([10, 20, 30, 40], False, [23, 20, 20, 9, 11, 11, 12, 12, 10, 40]),
-        ([10, 20, 30, 40], True, [23, 23, 23, 9, 11, 11, 12, 12, 12, 40]),
+        (None, [3, 0, 0, 9, 1, 1, 2, 2, 0, 0]),
+        ([10, 20, 30, 40], [23, 20, 20, 9, 11, 11, 12, 12, 10, 40]),
     ],
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_expand_steps(base, tail_last, expected, dtype):
+def test_expand_steps(base, expected, dtype):
     out = np.full(10, 9, dtype)  # slot 3 belongs to nobody; the third completion is empty, the last has no step
     offsets, ends = np.array([0, 2, 3, 3, 3]), np.array([1, 3, 0])
     start, stop = np.array([4, 0, 2, 9]), np.array([9, 3, 2, 10])
-    _numpy.expand_steps(f64([1, 2, 3]), offsets, ends, start, stop, f64(base), tail_last, out)
+    _numpy.expand_steps(f64([1, 2, 3]), offsets, ends, start, stop, f64(base), out)
     assert out.tolist() == expected
 
 
 def test_expand_steps_saturates():
     out = np.zeros(2, np.float32)
     args = np.array([0, 1]), np.array([0]), np.array([0]), np.array([2])
-    _numpy.expand_steps(f64([1e300]), *args, f64([-1e100]), False, out)
+    _numpy.expand_steps(f64([1e300]), *args, f64([-1e100]), out)
     assert out.tolist() == [np.finfo(np.float32).max, -np.finfo(np.float32).max]

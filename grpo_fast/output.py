@@ -1,9 +1,10 @@
-"""Output files appear under their name when they are complete, or not at all."""
+"""Output files appear under their name when they are complete, or not at all; messages go to stderr if they can."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,15 @@ from pathlib import Path
 SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 
 StrPath = str | os.PathLike[str]
+
+
+def complain(message: str, code: int = 0) -> int:
+    """One line on stderr, where there is one that can be written; returns ``code``."""
+    if sys.stderr is not None:  # print() would take stdout instead
+        line = " ".join(message.split()).encode("utf-8", "backslashreplace").decode("utf-8")
+        with suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+    return code
 
 
 def check_output(path: StrPath, *, overwrite: bool, inputs: Sequence[StrPath] = ()) -> Path:

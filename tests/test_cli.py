@@ -394,7 +394,9 @@ def test_bad_input(run, tmp_path, table, options, message):
 
 
 USAGE = [
-    ((), 'Command "advantages" parameter --output requires an argument; see --help'),
+    ((), "-o/--output is missing; name the file to write; see --help"),
+    (("--ddof", "0.6"), 'Invalid value for --ddof: unable to convert "0.6" into int; see --help'),
+    (("--ddof", "1.0"), 'Invalid value for --ddof: unable to convert "1.0" into int; see --help'),
     (("--basline", "mean"), "Unknown option: --basline. Did you mean --baseline?; see --help"),
     (("--eps", "small"), 'Invalid value for --eps: unable to convert "small" into float; see --help'),
     (("--eps", "-1"), "eps: expected a finite number >= 0, got -1.0; pass such a number"),
@@ -541,10 +543,77 @@ def test_a_reader_that_has_gone(file, tmp_path):
     assert (tmp_path / "out.parquet").exists()
 
 
+INTERRUPTED_IMPORT = """
+import sys
+from grpo_fast import __main__
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == {name!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+sys.argv = ["grpo-fast", *sys.argv[1:]]
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize("name", ["grpo_fast.cli", "cyclopts", "pyarrow"])
+def test_interrupted_while_importing(file, tmp_path, name):
+    command_line = [sys.executable, "-c", INTERRUPTED_IMPORT.format(name=name), "advantages", str(file)]
+    done = subprocess.run([*command_line, "-o", str(tmp_path / "out.parquet")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted; nothing was written\n")
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = line.replace("grpo-fast", f"{sys.executable} -m grpo_fast")
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"), [(">&-", "it is closed"), (">/dev/full", "it cannot be written (No space left on device)")]
+)
+def test_stdout_that_takes_nothing(file, tmp_path, where, reason):
+    out = tmp_path / "out.parquet"
+    done = shell(f"grpo-fast advantages {file} -o {out} {where}")
+    assert done.returncode == 1
+    assert done.stderr == f"error: stdout: {reason}; the summary is not printed, but {out} is complete\n"
+    assert io.read_table(out).num_rows == 4
+    done = shell(f"grpo-fast demo {tmp_path}/demo.parquet {where}")
+    assert (done.returncode, done.stderr) == (
+        1, f"error: stdout: {reason}; its name is not printed, but {tmp_path}/demo.parquet is complete\n"
+    )  # fmt: skip
+    for arguments in ("info", "--help", "--version"):
+        done = shell(f"grpo-fast {arguments} {where}")
+        assert done.returncode == 1 and done.stderr.startswith(f"error: stdout: {reason}; ")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full"])
+def test_stderr_that_takes_nothing(file, tmp_path, where):
+    done = shell(f"grpo-fast advantages {file} -o {tmp_path}/out.parquet {where}")
+    assert done.returncode == 0 and done.stdout.startswith("files ")
+    for arguments, code in ((f"advantages {file} -o {tmp_path}/out.parquet", 1), ("advantages", 2)):
+        done = shell(f"grpo-fast {arguments} {where}")
+        assert (done.returncode, done.stdout) == (code, "")
+    done = shell(f"grpo-fast advantages {file} -o {tmp_path}/new.parquet >&- {where}")
+    assert done.returncode == 1 and (tmp_path / "new.parquet").exists()
+
+
+def test_names_that_stdout_has_no_letters_for(file, tmp_path):
+    out = tmp_path / "gr\u00fcn.parquet"
+    done = shell(f"grpo-fast advantages {file} -o {out}", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("gr\\xfcn.parquet\n")
+    done = shell(f"grpo-fast advantages {file} -o {out}", PYTHONIOENCODING="ascii")
+    assert done.returncode == 1 and "gr\\xfcn.parquet already exists" in done.stderr
+
+
 # ---- the command in a process of its own -------------------------------------------------------------
 
 
 def test_demo_and_advantages_as_a_process(tmp_path):
+    done = command("demo")
+    assert (done.returncode, done.stderr) == (2, "error: OUT is missing; name the file to write; see --help\n")
+    done = command("advantages", "x.parquet", "-o")
+    assert done.returncode == 2 and "-o requires an argument" in done.stderr.replace('"', "")
     sample, out = tmp_path / "demo.parquet", tmp_path / "out.parquet"
     done = command("demo", sample)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{sample}\n", "")

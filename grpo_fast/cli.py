@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,9 +52,9 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name of a file or column may hold anything
     try:
-        app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
-        with _printing("what was asked for is not printed"):
-            pass
+        only_text = not arguments or {"--help", "-h", "--version"}.intersection(arguments)
+        with _printing("nothing is printed") if only_text else nullcontext():
+            app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         return _fail(f"{_sentence(error)}; see --help", USAGE)
     except (BackendUnavailable, ImportError) as error:
@@ -108,7 +108,22 @@ def _sentence(error: CycloptsError) -> str:
     return str(error).rstrip(".")
 
 
+#: Keywords as they are typed here; what is wrong is said by functions that are called from Python too.
+_SPELLINGS = (
+    (re.compile(r"\bcolumns=\{'(\w+)': '([^']*)'\}"), r"--columns \1=\2"),
+    (re.compile(r"\boverwrite=True\b"), "--overwrite"),
+    (
+        re.compile(
+            r"\b(kind|level|baseline|scale|singleton|normalize|credit|tail|trajectory_reward|step_form)='(\w+)'( or '\w+')?"
+        ),
+        lambda found: f"--{found[1].replace('_', '-')} {found[2]}{(found[3] or '').replace(chr(39), '')}",
+    ),
+)
+
+
 def _fail(message: str, code: int) -> int:
+    for pattern, spelling in _SPELLINGS:
+        message = pattern.sub(spelling, message)
     return complain(f"error: {message}", code)
 
 
@@ -155,6 +170,7 @@ def advantages(
     """Add advantages to rollouts.
 
     Reads Parquet and Arrow IPC files, one row per completion, and writes all their columns and the new ones.
+    Groups of several files are merged by their ids, unless files or a column are numbered as training steps.
     Rows whose reward is null or NaN are excluded: their advantage is 0, and they are counted.
 
     Parameters
@@ -169,13 +185,14 @@ def advantages(
     level
         Of process advantages: token (default) or step.
     columns
-        role=name, where a column is not found by itself; role=a,b for several, role= for none. Roles: group,
-        trajectory, step (of training), reward, token_ids, logp, mask, n_tokens, step_ends, step_rewards,
-        step_groups. A prompt in two training steps is two groups.
+        One role=name, where a column is not found by itself; repeatable. role=a,b for several, role= for none.
+        Roles: group, trajectory, step (of training), reward, token_ids, logp, mask, n_tokens, step_ends,
+        step_rewards, step_groups. A prompt in two training steps is two groups. A mask only counts tokens here:
+        advantages are not masked, the loss is.
     reward
-        Reward column; repeat it to add several up.
+        One reward column; repeatable, to add several up.
     reward_weight
-        Weight of each reward, in their order; repeat it. Default: 1 each.
+        Weight of one reward; repeatable, in their order. Default: 1 each.
     baseline
         mean (default), leave_one_out or none.
     scale
@@ -240,6 +257,8 @@ def advantages(
         table, summary = add_advantages(source, request)
         progress("advantages", 1, 1)
         write_table(table, output, overwrite=overwrite, inputs=inputs, progress=progress)
+    for note in _notes(summary):
+        complain(f"note: {note}")
     with _printing(f"the summary is not printed, but {output} is complete"):
         _report(summary, [str(path) for path in inputs], output, time.perf_counter() - start, as_json=json)
 
@@ -298,6 +317,23 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.steps is not None:
         yield "steps", f"{summary.steps:,}"
     yield "new columns", f"{', '.join(summary.columns)} ({summary.kind})"
+
+
+def _notes(summary: Summary) -> Iterator[str]:
+    """What makes the new columns say little or nothing, though nothing is wrong."""
+    if summary.rows == 0:
+        return
+    without_reward = summary.kind != "process" and summary.excluded_rows == summary.rows
+    without_score = summary.kind != "outcome" and summary.unscored_rows == summary.rows
+    missing = [*["no row has a reward"] * without_reward, *["no step has a score"] * without_score]
+    if not missing:
+        return
+    if summary.kind != "both" or len(missing) == 2:
+        yield f"{' and '.join(missing)}; every advantage is 0"
+    elif summary.level == "token":
+        yield f"{missing[0]}; {summary.columns[-1]} holds the {'steps' if without_reward else 'outcome'} only"
+    else:
+        yield f"{missing[0]}; {summary.columns[0 if without_reward else -1]} is 0"
 
 
 def _sizes(summary: Summary) -> str:

@@ -109,13 +109,12 @@ def _sentence(error: CycloptsError) -> str:
 
 
 #: Keywords as they are typed here; what is wrong is said by functions that are called from Python too.
-_SPELLINGS = (
+_NAMED = "kind|level|baseline|scale|singleton|normalize|credit|tail|trajectory_reward|step_form"
+_SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\bcolumns=\{'(\w+)': '([^']*)'\}"), r"--columns \1=\2"),
     (re.compile(r"\boverwrite=True\b"), "--overwrite"),
     (
-        re.compile(
-            r"\b(kind|level|baseline|scale|singleton|normalize|credit|tail|trajectory_reward|step_form)='(\w+)'( or '\w+')?"
-        ),
+        re.compile(rf"\b({_NAMED})='(\w+)'( or '\w+')?"),
         lambda found: f"--{found[1].replace('_', '-')} {found[2]}{(found[3] or '').replace(chr(39), '')}",
     ),
 )

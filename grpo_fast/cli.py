@@ -6,22 +6,25 @@ module imports cyclopts; pyarrow and rich are imported by what needs them.
 
 from __future__ import annotations
 
+import io
 import json as json_format
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 
 from ._backends import BackendUnavailable
 from ._info import show_info
 from ._version import __version__
 from .demo import write_demo
+from .output import complain
 
 if TYPE_CHECKING:
     from .offline import Summary
@@ -39,23 +42,55 @@ app = App(
 Out = Annotated[Path, Parameter(name=("--output", "-o"))]
 
 
+class _Unprinted(Exception):
+    """The work is done, and stdout does not take what there is to say."""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code. Errors are one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name of a file or column may hold anything
     try:
-        app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
-        sys.stdout.flush()
+        only_text = not arguments or {"--help", "-h", "--version"}.intersection(arguments)
+        with _printing("nothing is printed") if only_text else nullcontext():
+            app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        return _fail(f"{str(error).rstrip('.')}; see --help", USAGE)
+        return _fail(f"{_sentence(error)}; see --help", USAGE)
     except (BackendUnavailable, ImportError) as error:
         return _fail(str(error), USAGE)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", INTERRUPTED)
     except BrokenPipeError:  # the reader of stdout has gone: nothing more can be said there
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return BROKEN_PIPE
-    except (ValueError, TypeError, OSError, MemoryError) as error:
+    except _Unprinted as error:
+        _drop_stdout()
+        return _fail(str(error), BAD_INPUT)
+    except (ValueError, TypeError, ArithmeticError, OSError, MemoryError) as error:
         return _fail(str(error) or type(error).__name__, USAGE if _is_usage(error) else BAD_INPUT)
     return 0
+
+
+@contextmanager
+def _printing(otherwise: str) -> Iterator[None]:
+    """Around what is printed, up to its flush: ``otherwise`` is the sentence where stdout does not take it."""
+    before = sys.stdout
+    try:
+        yield
+        if before is None:
+            raise _Unprinted(f"stdout: it is closed; {otherwise}")
+        before.flush()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or error.errno is None or error.strerror is None:
+            raise
+        raise _Unprinted(f"stdout: it cannot be written ({error.strerror}); {otherwise}") from error
+
+
+def _drop_stdout() -> None:
+    """Else the interpreter tries to write it once more when it exits, and complains."""
+    with suppress(AttributeError, OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_usage(error: Exception) -> bool:
@@ -63,9 +98,40 @@ def _is_usage(error: Exception) -> bool:
     return offline is not None and isinstance(error, offline.UsageError)
 
 
+def _sentence(error: CycloptsError) -> str:
+    """What cyclopts says, but for an argument that was not typed at all."""
+    argument = error.argument
+    if isinstance(error, MissingArgumentError) and argument is not None and getattr(error, "keyword", None) is None:
+        if "--output" in argument.names:
+            return "-o/--output is missing; name the file to write"
+        return f"{argument.name.lstrip('-')} is missing; name the file to write"
+    return str(error).rstrip(".")
+
+
+#: Keywords as they are typed here; what is wrong is said by functions that are called from Python too.
+_NAMED = "kind|level|baseline|scale|singleton|normalize|credit|tail|trajectory_reward|step_form"
+_SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"\bcolumns=\{'(\w+)': '([^']*)'\}"), r"--columns \1=\2"),
+    (re.compile(r"\boverwrite=True\b"), "--overwrite"),
+    (
+        re.compile(rf"\b({_NAMED})='(\w+)'( or '\w+')?"),
+        lambda found: f"--{found[1].replace('_', '-')} {found[2]}{(found[3] or '').replace(chr(39), '')}",
+    ),
+)
+
+
 def _fail(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return code
+    for pattern, spelling in _SPELLINGS:
+        message = pattern.sub(spelling, message)
+    return complain(f"error: {message}", code)
+
+
+def _integer(kind: object, tokens: Sequence[Any]) -> int:
+    """An option's whole number; cyclopts itself rounds."""
+    text = tokens[0].value
+    if not re.fullmatch(r"[+-]?\d+", text):
+        raise ValueError(f'unable to convert "{text}" into int')
+    return int(text)
 
 
 # ---- commands ----------------------------------------------------------------------------------------
@@ -92,7 +158,7 @@ def advantages(
     temperature: float | None = None,
     tail: str | None = None,
     outcome_weight: float | None = None,
-    ddof: int | None = None,
+    ddof: Annotated[int | None, Parameter(converter=_integer)] = None,
     eps: float | None = None,
     backend: str | None = None,
     suffix: str = "",
@@ -103,6 +169,7 @@ def advantages(
     """Add advantages to rollouts.
 
     Reads Parquet and Arrow IPC files, one row per completion, and writes all their columns and the new ones.
+    Groups of several files are merged by their ids, unless files or a column are numbered as training steps.
     Rows whose reward is null or NaN are excluded: their advantage is 0, and they are counted.
 
     Parameters
@@ -117,13 +184,14 @@ def advantages(
     level
         Of process advantages: token (default) or step.
     columns
-        role=name, where a column is not found by itself; role=a,b for several, role= for none. Roles: group,
-        trajectory, step (of training), reward, token_ids, logp, mask, n_tokens, step_ends, step_rewards,
-        step_groups. A prompt in two training steps is two groups.
+        One role=name, where a column is not found by itself; repeatable. role=a,b for several, role= for none.
+        Roles: group, trajectory, step (of training), reward, token_ids, logp, mask, n_tokens, step_ends,
+        step_rewards, step_groups. A prompt in two training steps is two groups. A mask only counts tokens here:
+        advantages are not masked, the loss is.
     reward
-        Reward column; repeat it to add several up.
+        One reward column; repeatable, to add several up.
     reward_weight
-        Weight of each reward, in their order; repeat it. Default: 1 each.
+        Weight of one reward; repeatable, in their order. Default: 1 each.
     baseline
         mean (default), leave_one_out or none.
     scale
@@ -188,7 +256,10 @@ def advantages(
         table, summary = add_advantages(source, request)
         progress("advantages", 1, 1)
         write_table(table, output, overwrite=overwrite, inputs=inputs, progress=progress)
-    _report(summary, [str(path) for path in inputs], output, time.perf_counter() - start, as_json=json)
+    for note in _notes(summary):
+        complain(f"note: {note}")
+    with _printing(f"the summary is not printed, but {output} is complete"):
+        _report(summary, [str(path) for path in inputs], output, time.perf_counter() - start, as_json=json)
 
 
 @app.command
@@ -202,13 +273,16 @@ def demo(output: Annotated[Path, Parameter(name="OUT")], *, overwrite: bool = Fa
     overwrite
         Replace an existing file.
     """
-    print(write_demo(output, overwrite=overwrite))
+    written = write_demo(output, overwrite=overwrite)
+    with _printing(f"its name is not printed, but {written} is complete"):
+        print(written)
 
 
 @app.command
 def info() -> None:
     """Print versions, the backend in use and why, the instruction set and threads."""
-    show_info()
+    with _printing("nothing is printed"):
+        show_info()
 
 
 # ---- what is said ------------------------------------------------------------------------------------
@@ -244,6 +318,23 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "new columns", f"{', '.join(summary.columns)} ({summary.kind})"
 
 
+def _notes(summary: Summary) -> Iterator[str]:
+    """What makes the new columns say little or nothing, though nothing is wrong."""
+    if summary.rows == 0:
+        return
+    without_reward = summary.kind != "process" and summary.excluded_rows == summary.rows
+    without_score = summary.kind != "outcome" and summary.unscored_rows == summary.rows
+    missing = [*["no row has a reward"] * without_reward, *["no step has a score"] * without_score]
+    if not missing:
+        return
+    if summary.kind != "both" or len(missing) == 2:
+        yield f"{' and '.join(missing)}; every advantage is 0"
+    elif summary.level == "token":
+        yield f"{missing[0]}; {summary.columns[-1]} holds the {'steps' if without_reward else 'outcome'} only"
+    else:
+        yield f"{missing[0]}; {summary.columns[0 if without_reward else -1]} is 0"
+
+
 def _sizes(summary: Summary) -> str:
     if summary.group_size is None:
         return ""
@@ -258,7 +349,7 @@ def _share(count: int, total: int) -> str:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """Shows phases as they go where stderr is a terminal; nothing is left behind."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda phase, done, total: None
         return
     from rich.console import Console

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from . import _validate as check
 from ._contract import Int
 from .arrow import Bool, Ragged, flat_items, is_list, list_array, list_lengths, numbers, offsets_of, pa, pc, ragged
 from .groups import Groups, crossed, label_groups
-from .output import StrPath, complete
+from .output import StrPath, check_name, complete
 from .rollouts import STEP_COLUMNS, TOKEN_COLUMNS, Rollouts
 
 __all__ = [
@@ -113,6 +113,8 @@ class Source:
             check.one_of("columns", role, ALIASES)
             for name in names:
                 self._one(role, name)
+                if names.count(name) > 1:
+                    raise ValueError(f"{role}: column {name!r} is named twice, it would count twice; leave one out")
             if len(names) > 1 and role not in _SEVERAL:
                 raise ValueError(f"columns: {role}={','.join(names)} names {len(names)} columns; it takes one")
 
@@ -137,7 +139,7 @@ class Source:
             kind = "list column" if role in _LISTS else "column"
             raise ValueError(
                 f"{role}: no {kind} found, tried {', '.join(ALIASES[role])}; the input has {self._inventory()}; "
-                f"name it with --columns {role}=NAME (columns={{{role!r}: 'NAME'}})"
+                f"name it with columns={{{role!r}: 'NAME'}}"
             )
         return found
 
@@ -157,7 +159,7 @@ class Source:
         return [(entry.name, entry.type) for entry in self.table.schema]
 
     def _one(self, role: str, name: str) -> None:
-        count = len(self.table.schema.get_all_field_indices(name))
+        count = self.table.column_names.count(name)
         if count == 0:
             close = difflib.get_close_matches(name, [known for known, _ in self._fields()], n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -232,6 +234,7 @@ def read_source(paths: Sequence[StrPath], columns: Iterable[str] = (), progress:
     for done, path in enumerate(files):
         progress("read", done, len(files))
         tables.append(_read_file(path))
+        _refuse_doubles(path, tables[-1].column_names)
     table = tables[0] if len(tables) == 1 else _concatenate(files, tables)
     progress("read", len(files), len(files))
     return Source(table, parse_columns(columns, table.column_names), files, tuple(part.num_rows for part in tables))
@@ -240,9 +243,16 @@ def read_source(paths: Sequence[StrPath], columns: Iterable[str] = (), progress:
 def _refuse_repeats(files: Sequence[Path]) -> None:
     seen: dict[Path, Path] = {}
     for path in files:
+        check_name("IN", path)
         first = seen.setdefault(path.resolve(), path)
         if first is not path:
             raise ValueError(f"IN: {path} is given twice, its rows would count twice; leave one out")
+
+
+def _refuse_doubles(path: Path, names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"IN: {names.count(name)} columns of {path} are called {name!r}; rename all but one")
 
 
 def _read_file(path: Path) -> Any:
@@ -340,8 +350,6 @@ def _same_columns(first: Path, expected: Any, path: Path, table: Any) -> None:
                 raise ValueError(
                     f"IN: column {name!r} is in {one} but not in {other}; give both files the same columns"
                 )
-            if names.count(name) > 1:
-                raise ValueError(f"IN: {names.count(name)} columns of {one} are called {name!r}; rename all but one")
 
 
 # ---- groups ------------------------------------------------------------------------------------------
@@ -395,7 +403,26 @@ def _ids(source: Source, role: str, name: str) -> Any:
     if missing.any():
         where = source.at(int(np.argmax(missing)))
         raise ValueError(f"{role}: column {name!r} is null in {where}; give that row an id or drop it")
-    return list(map(repr, column.to_pylist())) if pa.types.is_nested(column.type) else column
+    return _comparable(column, f"{role}: column {name!r}")
+
+
+def _comparable(column: Any, label: str) -> Any:
+    """Ids that :func:`label_groups` can read: times as numbers, since not all are datetimes; nested ones as text."""
+    kind = column.type
+    try:
+        column.validate(full=True)  # text that is not UTF-8 among others
+        if pa.types.is_dictionary(kind) and (
+            pa.types.is_temporal(kind.value_type) or pa.types.is_nested(kind.value_type)
+        ):
+            return _comparable(column.cast(kind.value_type), label)
+        if pa.types.is_nested(kind):
+            return list(map(repr, column.to_pylist()))
+    except (pa.ArrowException, OverflowError, UnicodeDecodeError, LookupError) as error:
+        raise ValueError(f"{label} of type {kind} has a value that is none ({error}); convert it to text") from error
+    if pa.types.is_temporal(kind) and kind.bit_width in (32, 64):
+        number = pa.int32() if kind.bit_width == 32 else pa.int64()
+        return pa.chunked_array([chunk.view(number) for chunk in column.chunks], number)
+    return column
 
 
 #: "step_12", "global_step-12", "12"; but "0012" is how shards of one data set are numbered.
@@ -414,7 +441,7 @@ def _file_steps(paths: Sequence[Path]) -> list[int] | None:
         with_number = paths[next(k for k, step in enumerate(steps) if step is not None)]
         raise ValueError(
             f"IN: {with_number} is numbered as a training step and {paths[steps.index(None)]} is not; number both, "
-            "or pass --columns step= where one prompt is one group in all files"
+            "or pass columns={'step': ''} where one prompt is one group in all files"
         )
     return numbered
 
@@ -438,7 +465,7 @@ def read_rewards(source: Source) -> npt.NDArray[Any]:
     names = source.need("reward")
     columns = [part for name in names for part in _reward_columns(source, name)]
     if not columns:
-        raise ValueError(f"reward: column {names[0]!r} has no fields; name another with --columns reward=NAME")
+        raise ValueError(f"reward: column {names[0]!r} has no fields; name another with columns={{'reward': 'NAME'}}")
     rewards = np.column_stack(columns)
     return rewards[:, 0] if rewards.shape[1] == 1 else rewards
 
@@ -507,12 +534,14 @@ def read_steps(source: Source) -> Steps:
             f"step_ends: column {ends_name!r} has a null in {source.at(row)}; "
             "give that step the index of its last token"
         )
-    _agree(source, "step_rewards", rewards_name, rewards.lengths, ends_name, ends.lengths, ~rewards.null_rows)
+    known = _Entries(ends_name, ends.lengths, ends.null_rows)
+    scored = _Entries(rewards_name, rewards.lengths, rewards.null_rows)
+    _agree(source, "step_rewards", scored, known, ~rewards.null_rows)
     groups = None
     for name in source.names("step_groups"):
-        lengths, _ = list_lengths(source.column(name), f"step_groups: column {name!r}")
-        _agree(source, "step_groups", name, lengths, ends_name, ends.lengths)
-        groups = flat_items(source.column(name), name)
+        lengths, nulls = list_lengths(source.column(name), f"step_groups: column {name!r}")
+        _agree(source, "step_groups", _Entries(name, lengths, nulls), known)
+        groups = _comparable(flat_items(source.column(name), name), f"step_groups: column {name!r}")
     return Steps(_scored(rewards, ends.lengths), ends.values, ends.offsets, groups)
 
 
@@ -527,15 +556,26 @@ def _scored(rewards: Ragged, lengths: Int) -> npt.NDArray[Any]:
     return everything
 
 
-def _agree(
-    source: Source, role: str, name: str, lengths: Int, other: str, expected: Int, compared: Bool | bool = True
-) -> None:
-    differ = (lengths != expected) & compared
+class _Entries(NamedTuple):
+    """A column and how many entries it has in each row."""
+
+    name: str
+    lengths: Int
+    null_rows: Bool
+
+    def at(self, row: int) -> str:
+        return "is null" if self.null_rows[row] else f"has {self.lengths[row]}"
+
+
+def _agree(source: Source, role: str, one: _Entries, other: _Entries, compared: Bool | bool = True) -> None:
+    differ = (one.lengths != other.lengths) & compared
     if differ.any():
         row = int(np.argmax(differ))
+        entries = "" if one.null_rows[row] else " entries"
         raise ValueError(
-            f"{role}: column {name!r} has {lengths[row]} entries in {source.at(row)} where {other!r} has "
-            f"{expected[row]}; cut them alike, name another with --columns {role}=NAME, or none with --columns {role}="
+            f"{role}: column {one.name!r} {one.at(row)}{entries} in {source.at(row)} where {other.name!r} "
+            f"{other.at(row)}; cut them alike, name another with columns={{{role!r}: 'NAME'}}, or none with "
+            f"columns={{{role!r}: ''}}"
         )
 
 
@@ -558,7 +598,8 @@ def token_lengths(source: Source, *, strict: bool) -> Int | None:
             first, known, unknown = name, lengths, nulls
             continue
         if strict:
-            _agree(source, role, name, lengths, first, known, ~(nulls | unknown))
+            compared = ~(nulls | unknown)
+            _agree(source, role, _Entries(name, lengths, nulls), _Entries(first, known, unknown), compared)
         known = np.where(unknown, lengths, known)
         unknown = unknown & nulls
     return known
@@ -622,13 +663,15 @@ def rollouts_from_table(table: Any, columns: Mapping[str, str] | None = None) ->
 def _token_lists(source: Source) -> dict[str, Ragged]:
     """Role -> list, of equal lengths."""
     lists: dict[str, Ragged] = {}
-    first, taken = "", set[str]()
+    first: _Entries | None = None
+    taken = set[str]()
     for role in TOKEN_COLUMNS:
         for name in source.names(role, taken):
             taken.add(name)
             lists[role] = ragged(source.column(name), f"{role}: column {name!r}")
-            first = first or name
-            _agree(source, role, name, lists[role].lengths, first, next(iter(lists.values())).lengths)
+            entries = _Entries(name, lists[role].lengths, lists[role].null_rows)
+            first = first or entries
+            _agree(source, role, entries, first)
     return lists
 
 

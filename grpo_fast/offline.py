@@ -65,6 +65,9 @@ class Request:
                 check.one_of("level", self.level, LEVELS)
             if self.outcome_weight is not None:
                 check.number("outcome_weight", self.outcome_weight)
+            for weight in self.options.get("reward_weights") or ():
+                check.number("reward_weights", weight)
+            _check_suffix(self.suffix)
             _try_out(self)
         except (ValueError, TypeError) as error:
             raise UsageError(str(error)) from error
@@ -80,7 +83,10 @@ class Request:
         useless = {"outcome": PROCESS_OPTIONS, "process": OUTCOME_OPTIONS, "both": ()}[kind]
         for name in useless:
             if self.options.get(name) is not None:
-                raise UsageError(f"{name}: kind={kind!r} has no use for it; pass another --kind or leave it out")
+                fitting = "process" if kind == "outcome" else "outcome"
+                raise UsageError(
+                    f"{name}: kind={kind!r} has no use for it; pass kind={fitting!r} or kind='both', or leave it out"
+                )
         if self.outcome_weight is not None and (kind, level) != ("both", "token"):
             raise UsageError(
                 f"outcome_weight: it weighs the outcome in the sum of kind='both' with level='token', not in "
@@ -91,6 +97,13 @@ class Request:
     def given(self, *names: str) -> dict[str, Any]:
         """The options with these names that are not None."""
         return {name: self.options[name] for name in names if self.options.get(name) is not None}
+
+
+def _check_suffix(suffix: str) -> None:
+    try:
+        suffix.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"suffix: {suffix!r} is not UTF-8, as names of columns must be; pass another") from None
 
 
 def _try_out(request: Request) -> None:

@@ -320,6 +320,34 @@ def test_no_rows_at_all(run, tmp_path):
         assert code == 0 and "groups" in text and io.read_table(tmp_path / f"{kind}.parquet").num_rows == 0
 
 
+NO_REWARD = {"reward": pa.nulls(4, pa.float64())}
+NO_SCORE = {"step_rewards": pa.nulls(4, pa.list_(pa.float64()))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "note"),
+    [
+        (NO_REWARD, (), "no row has a reward; every advantage is 0"),
+        (NO_SCORE, (), None),
+        (NO_SCORE, ("--kind", "process"), "no step has a score; every advantage is 0"),
+        (NO_REWARD, ("--kind", "process"), None),
+        (NO_SCORE, ("--kind", "both"), "no step has a score; token_advantages holds the outcome only"),
+        (NO_SCORE, ("--kind", "both", "--suffix", "_b"),
+         "no step has a score; token_advantages_b holds the outcome only"),
+        (NO_SCORE, ("--kind", "both", "--level", "step"), "no step has a score; step_advantages is 0"),
+        (NO_REWARD, ("--kind", "both"), "no row has a reward; token_advantages holds the steps only"),
+        (NO_REWARD, ("--kind", "both", "--level", "step", "--json"), "no row has a reward; advantage is 0"),
+        (NO_REWARD | NO_SCORE, ("--kind", "both"),
+         "no row has a reward and no step has a score; every advantage is 0"),
+    ],
+)  # fmt: skip
+def test_a_note_where_there_is_nothing_to_compute(run, tmp_path, changed, options, note):
+    pq.write_table(rollouts(**changed), tmp_path / "in")
+    code, text, errors = run("advantages", tmp_path / "in", "-o", tmp_path / "out.parquet", *options)
+    assert code == 0 and text
+    assert errors == ("" if note is None else f"note: {note}\n")
+
+
 # ---- recorded columns --------------------------------------------------------------------------------
 
 
@@ -353,12 +381,19 @@ BAD_INPUT = [
     (table_without("reward").drop_columns("step_rewards"), (),
      "reward: no column found, tried reward, rewards, score, scores, total_reward; the input has prompt_id (string), "
      "token_ids (list<element: int64>), step_ends (list<element: int64>), note (string); "
-     "name it with --columns reward=NAME (columns={'reward': 'NAME'})"),
+     "name it with --columns reward=NAME"),
     (table_without("prompt_id"), (), "group: no column found, tried prompt_id, uid, group_id, "),
     (table_without("step_ends"), ("--kind", "process"), "step_ends: no list column found, tried step_ends; the "),
     (table_without("token_ids"), ("--kind", "process"), "token_ids: no list column found, tried token_ids, "),
     (rollouts(), ("--columns", "reward=rewrad"), "reward: there is no column 'rewrad'; did you mean 'reward'? "),
     (rollouts(), ("--reward", "rewrad"), "reward: there is no column 'rewrad'; did you mean 'reward'? "),
+    (rollouts(), ("--columns", "reward=reward,reward"), "reward: column 'reward' is named twice, it would count twice"),
+    (rollouts(), ("--reward", "note", "--reward", "note"), "reward: column 'note' is named twice, it would count "),
+    (rollouts(), ("--reward", "\udcff"), "reward: there is no column '\\udcff'; "),
+    (rollouts(step_rewards=[[1.0, 0.0], None, [0.5], [0.0, None]], step_groups=[[1, 1], [1], [1], None]),
+     ("--kind", "process"),
+     "step_groups: column 'step_groups' is null in row 3 where 'step_ends' has 2; cut them alike, name another with "
+     "--columns step_groups=NAME, or none with --columns step_groups=\n"),
     (rollouts(), ("--columns", "reword=reward"), "columns: unknown 'reword'; did you mean 'reward'? known are "),
     (rollouts(), ("--columns", "reward"), "columns: expected role=name, got 'reward'; roles are "),
     (rollouts(prompt_id=["a", None, "a", "b"]), (),
@@ -376,7 +411,7 @@ BAD_INPUT = [
     (rollouts(n_tokens=[3, 1, 2, 9]), ("--kind", "process"),
      "n_tokens: column 'n_tokens' has 9 entries in row 3 where 'token_ids' has 2; cut them alike, "),
     (rollouts(prompt_id=["a", "b", "c", "d"]), ("--singleton", "error"),
-     "singleton: group 0 has one reward only, that of row 0; drop it, or pass singleton='zero' or 'raw'"),
+     "singleton: group 0 has one reward only, that of row 0; drop it, or pass --singleton zero or raw"),
     (rollouts(), ("--trajectory-reward", "sum"),
      "trajectory_reward: there are no trajectories; pass trajectory_ids or leave it out"),
     (rollouts(), ("--reward-weight", "2"), "reward_weights: shape (4,) is one reward per completion; leave them out"),
@@ -394,7 +429,9 @@ def test_bad_input(run, tmp_path, table, options, message):
 
 
 USAGE = [
-    ((), 'Command "advantages" parameter --output requires an argument; see --help'),
+    ((), "-o/--output is missing; name the file to write; see --help"),
+    (("--ddof", "0.6"), 'Invalid value for --ddof: unable to convert "0.6" into int; see --help'),
+    (("--ddof", "1.0"), 'Invalid value for --ddof: unable to convert "1.0" into int; see --help'),
     (("--basline", "mean"), "Unknown option: --basline. Did you mean --baseline?; see --help"),
     (("--eps", "small"), 'Invalid value for --eps: unable to convert "small" into float; see --help'),
     (("--eps", "-1"), "eps: expected a finite number >= 0, got -1.0; pass such a number"),
@@ -404,12 +441,14 @@ USAGE = [
     (("--kind", "outcom"), "kind: unknown 'outcom'; did you mean 'outcome'? known are 'outcome', 'process', 'both'"),
     (("--level", "tokens"), "level: unknown 'tokens'; did you mean 'token'? "),
     (("--kind", "outcome", "--level", "token"),
-     "level: 'token' does not go with kind='outcome', whose level is completion; leave it out"),
+     "level: 'token' does not go with --kind outcome, whose level is completion; leave it out"),
     (("--kind", "process", "--level", "completion"),
-     "level: 'completion' does not go with kind='process', whose level is token or step; leave it out"),
-    (("--gamma", "0.5"), "gamma: kind='outcome' has no use for it; pass another --kind or leave it out"),
-    (("--kind", "process", "--baseline", "mean"), "baseline: kind='process' has no use for it; "),
-    (("--outcome-weight", "2"), "outcome_weight: it weighs the outcome in the sum of kind='both' with level='token', "),
+     "level: 'completion' does not go with --kind process, whose level is token or step; leave it out"),
+    (("--reward-weight", "nan"), "reward_weights: expected a finite number, got nan; "),
+    (("--suffix", "\udcff"), "suffix: '\\udcff' is not UTF-8, as names of columns must be; pass another"),
+    (("--gamma", "0.5"), "gamma: --kind outcome has no use for it; pass --kind process or --kind both, or leave it out"),
+    (("--kind", "process", "--baseline", "mean"), "baseline: --kind process has no use for it; "),
+    (("--outcome-weight", "2"), "outcome_weight: it weighs the outcome in the sum of --kind both with --level token, "),
     (("--kind", "both", "--outcome-weight", "nan"), "outcome_weight: expected a finite number, got nan; "),
     (("--backend", "torch"), "backend: unknown 'torch'; known are 'cython', 'numba', 'numpy'"),
     (("--reward", "reward", "--columns", "reward=reward"), "reward: --columns reward= names it too; use one of "),
@@ -460,6 +499,33 @@ def test_damaged_files(run, file, tmp_path):
         assert sorted(os.listdir(tmp_path)) == before
 
 
+def test_names_that_cannot_be(run, file, tmp_path):
+    long, foreign = tmp_path / ("x" * 252 + ".parquet"), tmp_path / "caf\udce9.parquet"
+    shutil.copy(file, foreign)
+    for arguments, message in (
+        ((long, "-o", tmp_path / "out.parquet"), f"IN: {long} is no name to use (File name too long); check it"),
+        ((file, "-o", long), f"OUT: {long} is no name to use (File name too long); check it and its permissions"),
+        ((foreign, "-o", tmp_path / "out.parquet"), "IN: the name '{}' is not UTF-8; rename it"),
+        ((file, "-o", tmp_path / "\udce9.parquet"), f"OUT: the name '{tmp_path}/\\udce9.parquet' is not UTF-8; rename"),
+    ):
+        code, text, errors = run("advantages", *arguments)
+        message = message.format(str(foreign).encode("utf-8", "backslashreplace").decode())
+        assert code == 1 and text == "" and errors.startswith(f"error: {message}"), errors
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_link_to_nothing_is_kept(run, file, tmp_path):
+    out = tmp_path / "out.parquet"
+    out.symlink_to(tmp_path / "gone.parquet")
+    for arguments in (("advantages", file, "-o", out), ("demo", out)):
+        code, text, errors = run(*arguments)
+        assert code == 1 and text == "" and out.is_symlink()
+        assert errors == (
+            f"error: OUT: {out} is a symlink to nothing, which would go; pass --overwrite or another name\n"
+        )
+    assert run("demo", out, "--overwrite")[0] == 0 and not out.is_symlink()
+
+
 def test_outputs_that_cannot_be(run, file, tmp_path):
     kept = file.read_bytes()
     shutil.copy(file, tmp_path / "other.parquet")
@@ -469,7 +535,7 @@ def test_outputs_that_cannot_be(run, file, tmp_path):
         (
             tmp_path / "other.parquet",
             (),
-            f"OUT: {tmp_path}/other.parquet already exists; pass overwrite=True (--overwrite)",
+            f"OUT: {tmp_path}/other.parquet already exists; pass --overwrite",
         ),
         (tmp_path / "no" / "out.parquet", (), f"OUT: the directory {tmp_path}/no does not exist; create it or write"),
         (file / "out.parquet", (), f"OUT: the directory {file} does not exist; "),
@@ -541,16 +607,83 @@ def test_a_reader_that_has_gone(file, tmp_path):
     assert (tmp_path / "out.parquet").exists()
 
 
+INTERRUPTED_IMPORT = """
+import sys
+from grpo_fast import __main__
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == {name!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+sys.argv = ["grpo-fast", *sys.argv[1:]]
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize("name", ["grpo_fast.cli", "cyclopts", "pyarrow"])
+def test_interrupted_while_importing(file, tmp_path, name):
+    command_line = [sys.executable, "-c", INTERRUPTED_IMPORT.format(name=name), "advantages", str(file)]
+    done = subprocess.run([*command_line, "-o", str(tmp_path / "out.parquet")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted; nothing was written\n")
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = line.replace("grpo-fast", f"{sys.executable} -m grpo_fast")
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"), [(">&-", "it is closed"), (">/dev/full", "it cannot be written (No space left on device)")]
+)
+def test_stdout_that_takes_nothing(file, tmp_path, where, reason):
+    out = tmp_path / "out.parquet"
+    done = shell(f"grpo-fast advantages {file} -o {out} {where}")
+    assert done.returncode == 1
+    assert done.stderr == f"error: stdout: {reason}; the summary is not printed, but {out} is complete\n"
+    assert io.read_table(out).num_rows == 4
+    done = shell(f"grpo-fast demo {tmp_path}/demo.parquet {where}")
+    assert (done.returncode, done.stderr) == (
+        1, f"error: stdout: {reason}; its name is not printed, but {tmp_path}/demo.parquet is complete\n"
+    )  # fmt: skip
+    for arguments in ("info", "--help", "--version"):
+        done = shell(f"grpo-fast {arguments} {where}")
+        assert done.returncode == 1 and done.stderr.startswith(f"error: stdout: {reason}; ")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full"])
+def test_stderr_that_takes_nothing(file, tmp_path, where):
+    done = shell(f"grpo-fast advantages {file} -o {tmp_path}/out.parquet {where}")
+    assert done.returncode == 0 and done.stdout.startswith("files ")
+    for arguments, code in ((f"advantages {file} -o {tmp_path}/out.parquet", 1), ("advantages", 2)):
+        done = shell(f"grpo-fast {arguments} {where}")
+        assert (done.returncode, done.stdout) == (code, "")
+    done = shell(f"grpo-fast advantages {file} -o {tmp_path}/new.parquet >&- {where}")
+    assert done.returncode == 1 and (tmp_path / "new.parquet").exists()
+
+
+def test_names_that_stdout_has_no_letters_for(file, tmp_path):
+    out = tmp_path / "gr\u00fcn.parquet"
+    done = shell(f"grpo-fast advantages {file} -o {out}", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("gr\\xfcn.parquet\n")
+    done = shell(f"grpo-fast advantages {file} -o {out}", PYTHONIOENCODING="ascii")
+    assert done.returncode == 1 and "gr\\xfcn.parquet already exists" in done.stderr
+
+
 # ---- the command in a process of its own -------------------------------------------------------------
 
 
 def test_demo_and_advantages_as_a_process(tmp_path):
+    done = command("demo")
+    assert (done.returncode, done.stderr) == (2, "error: OUT is missing; name the file to write; see --help\n")
+    done = command("advantages", "x.parquet", "-o")
+    assert done.returncode == 2 and "-o requires an argument" in done.stderr.replace('"', "")
     sample, out = tmp_path / "demo.parquet", tmp_path / "out.parquet"
     done = command("demo", sample)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{sample}\n", "")
     done = command("demo", sample)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"error: OUT: {sample} already exists; pass overwrite=True (--overwrite) or another name\n"
+    assert done.stderr == f"error: OUT: {sample} already exists; pass --overwrite or another name\n"
     assert command("demo", sample, "--overwrite").returncode == 0
     done = command("advantages", sample, "-o", out)
     assert done.returncode == 0 and done.stderr == "", "no progress where there is no terminal"
@@ -575,6 +708,8 @@ def test_help_and_version(run):
     assert run("demo", "--help")[0] == 0
     code, text, _ = run("advantages", "--help")
     assert code == 0 and text.startswith("Usage: grpo-fast advantages IN... -o OUT [OPTIONS]")
+    words = " ".join(text.replace("│", " ").split())
+    assert words.count("repeatable") == 3 and "merged by their ids" in words and "not masked" in words
 
 
 @pytest.mark.parametrize(

@@ -351,6 +351,8 @@ def test_columns_of_one_name(tmp_path):
     a, b = write(tmp_path / "a", double, "file"), write(tmp_path / "b", double, "stream")
     with pytest.raises(ValueError, match=r"^IN: 2 columns of .*/a are called 'id'; rename all but one"):
         io.read_table([a, b])
+    with pytest.raises(ValueError, match=r"^IN: 2 columns of .*/a are called 'id'; rename all but one"):
+        io.read_table(a)
     twice = pa.Table.from_arrays([pa.array([1.0]), pa.array([2.0])], names=["reward", "reward"])
     with pytest.raises(ValueError, match=r"^reward: 2 columns are called 'reward'; rename all but one"):
         io.read_rewards(io.Source(twice))
@@ -481,9 +483,7 @@ def test_types_a_format_does_not_have(tmp_path):
 def test_what_is_not_overwritten(tmp_path):
     path = io.write_table(small(), tmp_path / "x.parquet")
     kept = path.read_bytes()
-    with pytest.raises(
-        ValueError, match=r"^OUT: .*x.parquet already exists; pass overwrite=True \(--overwrite\) or another"
-    ):
+    with pytest.raises(ValueError, match=r"^OUT: .*x.parquet already exists; pass overwrite=True or another"):
         io.write_table(small(y=[1, 2]), path)
     os.link(path, tmp_path / "y.parquet")
     with pytest.raises(ValueError, match=r"^OUT: .*y.parquet is the input .*x.parquet itself; write to another name"):
@@ -592,13 +592,66 @@ def test_a_missing_column_says_what_was_tried_and_what_there_is():
         source({"group": [1], "points": [0.5]}).need("reward")
     assert str(caught.value) == (
         "reward: no column found, tried reward, rewards, score, scores, total_reward; the input has group (int64), "
-        "points (double); name it with --columns reward=NAME (columns={'reward': 'NAME'})"
+        "points (double); name it with columns={'reward': 'NAME'}"
     )
     with pytest.raises(ValueError, match=r"the input has c0 \(int64\), .*c39 \(int64\) and 5 more; name it"):
         source({f"c{k}": [1] for k in range(45)}).need("reward")
 
 
 # ---- groups ------------------------------------------------------------------------------------------
+
+
+FAR = [2**62, 5, 2**62]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pa.array(FAR, pa.timestamp("s")),
+        pa.array(FAR, pa.timestamp("us", "Mars/Base")),
+        pa.array(FAR, pa.duration("s")),
+        pa.array([2**30, 5, 2**30], pa.date32()),
+        pa.array(FAR, pa.timestamp("s")).dictionary_encode(),
+        pa.chunked_array([], pa.timestamp("s")),
+    ],
+    ids=lambda ids: str(ids.type),
+)
+def test_times_that_python_has_no_datetime_for(ids):
+    groups, _ = io.group_codes(source({"prompt_id": ids}))
+    assert groups.codes.tolist() == [0, 1, 0][: len(ids)]
+    steps = {"step_ends": [[0, 1, 2]], "step_rewards": [[1.0, 0.0, 0.5]]}
+    if isinstance(ids, pa.Array):
+        lists = pa.ListArray.from_arrays(pa.array([0, 3], pa.int32()), ids)
+        pools = io.read_steps(source({**steps, "step_groups": lists})).groups
+        assert len(set(pools.to_pylist())) == 2
+
+
+NOT_UTF8 = pa.Array.from_buffers(pa.string(), 2, pa.array([b"a", b"\xff"]).buffers())
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        NOT_UTF8,
+        pa.DictionaryArray.from_arrays(pa.array([0, 1]), NOT_UTF8),
+        pa.StructArray.from_arrays([pa.array(FAR[:2], pa.timestamp("s"))], ["at"]),
+        pa.StructArray.from_arrays([pa.array([0, 1], pa.timestamp("s", "Mars/Base"))], ["at"]),
+    ],
+    ids=lambda ids: str(ids.type),
+)
+def test_ids_that_are_damaged(tmp_path, ids):
+    damaged = [io.Source(pa.table({"prompt_id": ids}))]
+    if ids.type == pa.string():
+        pq.write_table(damaged[0].table, tmp_path / "in")
+        damaged.append(io.read_source([tmp_path / "in"]))
+    for given in damaged:
+        with pytest.raises(ValueError, match=r"^group: column 'prompt_id' of type .* has a value that is none \("):
+            io.group_codes(given)
+    if ids.type == pa.string():
+        lists = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), ids)
+        steps = {"step_ends": [[0, 1]], "step_rewards": [[1.0, 0.0]], "step_groups": lists}
+        with pytest.raises(ValueError, match=r"^step_groups: column 'step_groups' of type string has a value that is"):
+            io.read_steps(source(steps))
 
 
 @pytest.mark.parametrize(
@@ -746,7 +799,7 @@ def test_unscored_steps():
         ({"step_rewards": [[1.0, 2.0], [1.0, 2.0]]},
          r"^step_rewards: column 'step_rewards' has 2 entries in row 1 where 'step_ends' has 1; cut them alike"),
         ({"step_ends": [[0, 1], None]},
-         r"^step_rewards: column 'step_rewards' has 1 entries in row 1 where 'step_ends' has 0; "),
+         r"^step_rewards: column 'step_rewards' has 1 entries in row 1 where 'step_ends' is null; "),
         ({"step_groups": [[1], [1]]}, r"^step_groups: column 'step_groups' has 1 entries in row 0 where 'step_ends' "),
         ({"step_rewards": [["a", "b"], ["a"]]}, r"^step_rewards: column 'step_rewards': expected numbers, got string"),
         ({"step_ends": [3, 4]}, r"^step_ends: no list column found, tried step_ends; the input has step_ends \(int"),
@@ -772,7 +825,7 @@ def test_token_lengths():
     ("columns", "message"),
     [
         ({"tokens": [[1], [1, 2, 3]], "logprobs": [[-1.0], [-1.0]]},
-         r"^old_logp: column 'logprobs' has 1 entries in row 1 where 'tokens' has 3; .* none with --columns old_logp="),
+         r"^old_logp: column 'logprobs' has 1 entries in row 1 where 'tokens' has 3; .* none with columns={'old_logp': ''}"),
         ({"token_ids": [[1], [1, 2]], "n_tokens": [1, 3]},
          r"^n_tokens: column 'n_tokens' has 3 entries in row 1 where 'token_ids' has 2; "),
         ({"n_tokens": [1, -3]}, r"^n_tokens: column 'n_tokens' is -3 in row 1; a count is at least 0"),
@@ -830,7 +883,10 @@ def test_null_log_probs_must_be_masked():
 def test_rollouts_need_tokens_of_equal_lengths():
     with pytest.raises(ValueError, match=r"^logp: no list column found, tried logp, "):
         gf.Rollouts.from_arrow(pa.table({"reward": [1.0]}))
-    with pytest.raises(ValueError, match=r"^ref_logp: column 'ref_logp' has 0 entries in row 1 where 'logp' has 1; "):
+    with pytest.raises(
+        ValueError,
+        match=r"^ref_logp: column 'ref_logp' is null in row 1 where 'logp' has 1; .* with columns={'ref_logp': 'NAME'}, or none with columns={'ref_logp': ''}$",
+    ):
         gf.Rollouts.from_arrow(pa.table({"logp": [[-1.0], [-1.0]], "ref_logp": [[-1.0], None]}))
 
 

@@ -132,7 +132,7 @@ def test_write_arrow(tmp_path, table, suffix):
 def test_existing_file_is_kept(tmp_path):
     out = tmp_path / "demo.parquet"
     out.write_text("mine")
-    with pytest.raises(ValueError, match=r"^OUT: .*demo\.parquet already exists; pass overwrite=True \(--overwrite\)"):
+    with pytest.raises(ValueError, match=r"^OUT: .*demo\.parquet already exists; pass overwrite=True"):
         write_demo(out)
     assert out.read_text() == "mine"
     write_demo(out, overwrite=True)

@@ -855,3 +855,42 @@ def test_step_ends_refused(what: str, ends: Any) -> None:
     args, keywords = _steps(([[1.0] * len(row) for row in ends], ends, [2, 1]), {})
     with pytest.raises(ValueError, match="step_ends"):
         _available("process_advantages", keywords)(*args, **keywords)
+
+
+def test_a_missing_component_adds_nothing_and_a_row_of_none_is_out(backend: str) -> None:
+    """trl#5902: sums 1, 1, none, 0 over the three rows that have something."""
+    rewards = [[1.0, nan], [0.0, 1.0], [nan, nan], [0.0, 0.0]]
+    result = gf.group_advantages(rewards, group_offsets=[0, 4], ddof=1, eps=1e-4, nan_policy="exclude", backend=backend)
+    deviation = sqrt(1 / 3) + 1e-4
+    np.testing.assert_allclose(result, [1 / 3 / deviation, 1 / 3 / deviation, 0, -2 / 3 / deviation], rtol=1e-12)
+
+
+def test_a_common_offset_of_steps_changes_nothing(backend: str) -> None:
+    """nemo-rl#4161, of steps: 0.1, 0.2, 0.3 above ten million."""
+    result = gf.process_advantages(
+        [1e7 + 0.1, 1e7 + 0.2, 1e7 + 0.3], [0, 1, 0], [0, 2, 3], [0, 2, 3], group_offsets=[0, 2], eps=0.0,
+        backend=backend,
+    )  # fmt: skip
+    np.testing.assert_allclose(result, [-sqrt(1.5), 0.0, sqrt(1.5)], atol=1e-6)
+
+
+def test_a_clamped_log_ratio_stops_the_gradient_of_a_sequence(backend: str) -> None:
+    """openrlhf#1293: log-ratios of 100 held at 10 give e^10, and no gradient."""
+    result = gf.grpo_loss(
+        [-0.5, -0.5], [-100.5, -100.5], None, [-1.0], [0, 2], importance_sampling_level="sequence_token",
+        log_ratio_clamp=10.0, backend=backend,
+    )  # fmt: skip
+    assert result.loss == pytest.approx(exp(10), rel=1e-12)
+    assert (result.grad == 0).all()
+
+
+def test_a_negative_completion_weight_turns_the_loss_and_not_the_clip(backend: str) -> None:
+    """Ours: the sign of the weight chose the side that is clipped, in float32 with one advantage per completion."""
+    logp = np.array([-1.0, -2.0, -0.5, -1.5], np.float32)
+    old = (logp - np.log([1.5, 0.5, 1.5, 0.5])).astype(np.float32)
+    plain = gf.grpo_loss(logp, old, None, [1.0, -1.0], [0, 2, 4], backend=backend)
+    turned = gf.grpo_loss(
+        logp, old, None, [1.0, -1.0], [0, 2, 4], token_weight=[-1.0, -1.0], weight_level="completion", backend=backend
+    )
+    assert turned.loss == pytest.approx(-plain.loss, rel=1e-6)
+    np.testing.assert_allclose(turned.grad, -plain.grad, rtol=1e-6)

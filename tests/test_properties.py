@@ -27,6 +27,7 @@ from batches import (
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from options import kinks, options, whole_batch
+from reference import padded_numpy_loss_and_grad
 
 import grpo_fast as gf
 
@@ -382,3 +383,16 @@ def test_steps_are_their_tokens(batch: Batch, chosen: dict[str, Any], backend: s
     else:  # token advantages of float64 are used as such
         scale = float(np.abs(a.per_completion).sum()) + 1.0
         assert abs(a.loss - b.loss) <= 1e-6 * scale * (1 + a.metrics["ratio/max"])
+
+
+def test_what_people_run_today_gives_the_same(backend: str) -> None:
+    # the baseline of the benches is checked before it is timed
+    batch = random_batch(71, [5, 0, 300, 17], lead=2)
+    wide = pad(batch)
+    arrays = [wide[name] for name in ("logp", "old_logp", "ref_logp")]
+    loss, grad, metrics = padded_numpy_loss_and_grad(*arrays, batch.advantages, wide["mask"])
+    result = gf.padded.grpo_loss(*arrays, batch.advantages, wide["mask"], backend=backend)
+    assert result.loss == pytest.approx(loss, rel=1e-12)
+    np.testing.assert_allclose(result.grad, grad, rtol=1e-12, atol=1e-15)
+    for name, value in metrics.items():
+        assert result.metrics[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name

@@ -210,10 +210,17 @@ def mask(name: str, values: Any, expected: int) -> npt.NDArray[np.uint8]:
     return array.view(np.uint8) if array.dtype == np.bool_ else array.astype(np.uint8, copy=False)
 
 
+def usable(array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Where there is neither a NaN nor anything beyond +-LARGEST (which narrow dtypes do not reach)."""
+    good: npt.NDArray[np.bool_] = np.isfinite(array)
+    if array.dtype.itemsize >= 8:
+        good &= np.abs(np.where(good, array, 0)) <= LARGEST
+    return good
+
+
 def finite(name: str, array: npt.NDArray[Any], unit: str) -> None:
     """No NaN, nothing beyond +-LARGEST."""
-    with np.errstate(invalid="ignore"):
-        good = np.abs(array) <= LARGEST
+    good = usable(array)
     if not good.all():
         at = tuple(int(i) for i in np.argwhere(~good)[0])
         entry = f"{name}[{', '.join(map(str, at))}]={array[at]}"

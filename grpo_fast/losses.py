@@ -12,7 +12,7 @@ import numpy.typing as npt
 from . import _backends, _contract, _threads
 from . import _validate as check
 from . import weights as _weights
-from ._contract import LARGEST, STATS, Batch, Double, Int, Plan, Real
+from ._contract import STATS, Batch, Double, Int, Plan, Real
 from .groups import Groups, make_groups
 from .methods import OPTIONS, resolve
 from .tables import ADVANTAGE_LEVELS, WEIGHT_LEVELS
@@ -460,7 +460,7 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
     bad = {
         name: wrong
         for name, array in arrays.items()
-        if array is not None and len(wrong := tokens[~(np.abs(array[tokens]) <= LARGEST)])
+        if array is not None and len(wrong := tokens[~check.usable(array[tokens])])
     }
     name = min(bad, key=lambda key: int(bad[key][0]))
     token = int(bad[name][0])

@@ -56,15 +56,18 @@ def library(backend: str, n_threads: int, isa: str | None = None) -> Contender:
     return prepare
 
 
-def padded_numpy(work: Workload) -> Any:
+def padded_numpy(with_metrics: bool) -> Contender:
     """What people run: (B, L) arrays, eager NumPy."""
 
-    def call() -> Any:
-        return padded_numpy_loss_and_grad(
-            work.padded["logp"], work.padded["old_logp"], work.padded["ref_logp"], work.advantages, work.mask, beta=BETA
-        )
+    def prepare(work: Workload) -> Any:
+        arrays = [work.padded[name] for name in ("logp", "old_logp", "ref_logp")]
 
-    return call, lambda result: result[0], lambda result: result[1][work.mask]
+        def call() -> Any:
+            return padded_numpy_loss_and_grad(*arrays, work.advantages, work.mask, beta=BETA, with_metrics=with_metrics)
+
+        return call, lambda result: result[0], lambda result: result[1][work.mask]
+
+    return prepare
 
 
 def unpadded_numpy(work: Workload) -> Any:
@@ -99,7 +102,8 @@ def roof(work: Workload) -> Any:
 
 
 CONTENDERS: dict[str, Contender] = {
-    "padded NumPy": padded_numpy,
+    "padded NumPy": padded_numpy(True),
+    "padded NumPy, without metrics": padded_numpy(False),
     "unpadded NumPy": unpadded_numpy,
     "grpo_fast numpy": library("numpy", 1),
     "grpo_fast numba, 1 thread": library("numba", 1),

@@ -366,6 +366,7 @@ def padded_numpy_loss_and_grad(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     beta: float = 0.04,
+    with_metrics: bool = True,
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Clip + k3, sequence mean of token means, with the usual metrics, on (B, L) arrays and (B,) advantages.
 
@@ -394,6 +395,8 @@ def padded_numpy_loss_and_grad(
     grad *= mask
     grad /= lengths[:, None] * rows
 
+    if not with_metrics:
+        return loss, grad, {}
     n = max(float(mask.sum()), 1.0)
     is_low, is_high = (ratio < low) & (adv < 0), (ratio > high) & (adv > 0)
     counted = mask > 0

@@ -241,8 +241,6 @@ def evaluate(
         ranges.stop - ranges.start if counted is None else kernels.count_tokens(counted, ranges.start, ranges.stop)
     )
     groups = _groups(aggregation, len(counts), group_ids, group_offsets)
-    if groups is not None:
-        denominators = {**denominators, "groups": groups}  # type: ignore[dict-item]
     per_token, per_completion = _token_weights(token_weight, weight_level, ranges, counts)
     own, steps, offsets, ends, of_tokens = _advantages(
         advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts
@@ -261,7 +259,7 @@ def evaluate(
         step_offsets=offsets,
         step_ends=ends,
         token_advantages=of_tokens,
-        weights=_weights.FUNCTIONS[aggregation](counts, **denominators),
+        weights=_weights.FUNCTIONS[aggregation](counts, **denominators, **({"groups": groups} if groups else {})),
     )
     grad, kernel_grad = _gradient(logp, batch, ranges, compute_grad, grad_out, grad_dtype)
     stats = np.empty((len(counts), len(STATS)))
@@ -458,13 +456,12 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
         "token_weight": batch.token_weight,
     }
     bad = {
-        name: wrong
+        name: (int(wrong[0]), array[wrong[0]])
         for name, array in arrays.items()
         if array is not None and len(wrong := tokens[~check.usable(array[tokens])])
     }
-    name = min(bad, key=lambda key: int(bad[key][0]))
-    token = int(bad[name][0])
-    value = arrays[name][token]  # type: ignore[index]
+    name = min(bad, key=lambda key: bad[key][0])
+    token, value = bad[name]
     raise ValueError(
         f"{name}: {name}[{token}]={value} (token {token - start} of completion {completion}) is not finite, or too "
         f"large, on a token that counts; set mask[{token}] to 0 or mend the value"

@@ -25,7 +25,7 @@ void grpo_parallel(void (*task)(void *, int64_t), void *context, int64_t n_tasks
 
 #else
 
-enum { MAX_HELPERS = 255, SPINS = 2000, YIELDS = 200 };
+enum { MAX_HELPERS = 255, TURNS_BEFORE_SLEEP = 2000, TURNS_BEFORE_WAITING = 3200 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
@@ -69,7 +69,7 @@ static void *help(void *unused)
             /* The next call often comes at once: watch for it a moment before sleeping. */
             seen = atomic_load(&job_number);
             pthread_mutex_unlock(&lock);
-            for (int turn = 0; turn < SPINS && atomic_load(&job_number) == seen; turn++) pause_briefly(turn);
+            for (int turn = 0; turn < TURNS_BEFORE_SLEEP && atomic_load(&job_number) == seen; turn++) pause_briefly(turn);
             pthread_mutex_lock(&lock);
             while (!open_places) pthread_cond_wait(&wake, &lock);
         }
@@ -138,7 +138,7 @@ void grpo_parallel(void (*task)(void *, int64_t), void *context, int64_t n_tasks
     pthread_mutex_lock(&lock);
     open_places = 0;
     pthread_mutex_unlock(&lock);
-    for (int turn = 0; turn < YIELDS * 16 && atomic_load(&job_helpers); turn++) pause_briefly(turn);
+    for (int turn = 0; turn < TURNS_BEFORE_WAITING && atomic_load(&job_helpers); turn++) pause_briefly(turn);
     pthread_mutex_lock(&lock);
     while (atomic_load(&job_helpers)) pthread_cond_wait(&done, &lock);
     busy = 0;

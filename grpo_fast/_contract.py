@@ -6,8 +6,10 @@ arrays into a :class:`Batch`; backends see nothing else, raise nothing and know 
 
 The loss of one batch is the sum over completions i, with weight w_i, and over their tokens t::
 
-    L      = sum_i w_i sum_t m_t ( c_t f(lam_t, logp_t, old_logp_t, A_t) + beta rho_t kl(ref_logp_t - logp_t) )
+    L      = sum_i sum_t m_t ( w_i c_t f(lam_t, logp_t, old_logp_t, A_t) + v_i beta rho_t kl(ref_logp_t - logp_t) )
     grad_t = dL / dlogp_t
+
+v_i is the completion's entry of ``kl_weights``, w_i itself where there are none.
 
 *Log-ratio.* x_t = logp_t - old_logp_t. Without ``old_logp`` it is 0, with the same slope of 1.
 
@@ -21,8 +23,8 @@ is clamped into [lam_lo, lam_hi] (slope 0 outside, 1 inside, ends included).
 *Backward of the level*, with pre'_t and clamp' the slopes just named, rho' = rho if
 ``rho == RHO_RATIO`` else 0, and d/dlam, d/dlogp the two slopes of the surrogate::
 
-    token, sequence_token   grad_t = w_i m_t ( c_t (pre'_t clamp' df/dlam + df/dlogp) + K_t )
-    sequence                grad_t = w_i m_t ( c_t df/dlogp + K_t + pre'_t clamp' H_i / n_i )
+    token, sequence_token   grad_t = m_t ( w_i c_t (pre'_t clamp' df/dlam + df/dlogp) + v_i K_t )
+    sequence                grad_t = m_t ( w_i (c_t df/dlogp + pre'_t clamp' H_i / n_i) + v_i K_t )
                             H_i = sum_t m_t c_t df/dlam,   n_i = 1 for REDUCE_SUM
 
 *KL.* d_t = ref_logp_t - logp_t; value k_t and slope k'_t = dk/dlogp_t. ``kl_clamp_in`` holds d in
@@ -42,7 +44,8 @@ weight_t is the token's weight times the completion's; where there is neither, c
 *exp.* Every exp argument is held in [-exp_bound, exp_bound]; beyond it value and slope are those
 at the bound (so exp keeps its slope exp(bound); this is saturation, not a clamp). k3 and the
 ``approx_kl`` column, exp(d) - 1 - d, take d unsaturated in their linear term. Only the exp inside
-a sigmoid goes on to 0, where its slope is 0.
+a sigmoid and vespo's go on to 0, where their slope is 0; vespo's exponent is held at 300 from above.
+A probability, in dppo_tv and dppo_kl, is exp(logp), and 1 where logp > 0.
 
 *Mask.* Slots with mask 0 are selected away, never multiplied: whatever they hold is not read into
 anything, and their gradient is 0. An absent mask counts every token.
@@ -54,6 +57,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+SURROGATE_CUSTOM = -1  # the user's function, handed to the Numba backend's policy_loss
 
 LEVEL_TOKEN, LEVEL_SEQUENCE, LEVEL_SEQUENCE_TOKEN = 0, 1, 2
 REDUCE_MEAN, REDUCE_SUM = 0, 1
@@ -147,6 +152,7 @@ class Batch(NamedTuple):
     step_ends: Int | None  # (n_steps,), inclusive, within the completion
     token_advantages: Real | None  # (n_tokens,)
     weights: Double  # (n_completions,) w_i
+    kl_weights: Double | None = None  # (n_completions,) v_i; None: w_i
 
 
 BASELINE_MEAN, BASELINE_LEAVE_ONE_OUT, BASELINE_NONE = 0, 1, 2
@@ -178,6 +184,27 @@ class PoolPlan(NamedTuple):
     ulp: float = 2.0**-52
 
 
+#: Columns of ``mismatch``, one row per completion, over its counted tokens. x_t = a_t - b_t, 0 where b_t is NaN
+#: (not scored); y_t is x_t held in +-clamp, and every exp saturates at the float64 bound.
+MISMATCH = (
+    "tokens",
+    "unscored",  # tokens whose b_t is NaN
+    "log_ratio",  # sum of x_t
+    "log_ratio_abs",  # sum of |x_t|
+    "log_ratio_min",  # +inf without counted tokens
+    "log_ratio_max",  # -inf without counted tokens
+    "ratio",  # sum of exp(y_t)
+    "ratio_sq",  # sum of exp(2 y_t)
+    "k2",  # sum of y_t^2 / 2
+    "k2_max",  # 0 without counted tokens
+    "k3",  # sum of exp(y_t) - 1 - y_t
+    "k3_max",
+    "non_finite",  # tokens where a_t is not finite or beyond LARGEST, or b_t infinite or beyond it; then nothing else holds
+)
+OUTSIDE_CLIP, OUTSIDE_ZERO = 0, 1
+STATISTIC_LOG_RATIO, STATISTIC_K2, STATISTIC_K3 = 1, 2, 3
+
+
 # Each backend module defines, with these names and signatures:
 #
 # policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int) -> None
@@ -197,3 +224,26 @@ class PoolPlan(NamedTuple):
 #              base: Double | None, out: Real) -> None      (saturates as grad does)
 #     out[t] = base[i] + the value of t's step; after the last step: base[i]. Slots of no completion
 #     are the caller's.
+#
+# Token recursions and moments; float64 inside. Masked slots are never read into anything; slots of no completion are
+# the caller's; ``out`` saturates as grad does.
+# token_gae(rewards: Real | None, final: Double | None, values: Real | None, mask, start: Int, stop: Int,
+#           gamma: float, lam: float, out: Real) -> None
+#     Over the counted tokens of each completion, last to first:
+#         A_t = r_t + gamma V_next - V_t + gamma lam A_next
+#     with V and A of the next counted token, 0 after the last; out is A_t, 0 on masked tokens.
+#     r_t = rewards[t], plus final[i] on the last counted token; absent rewards and values are 0.
+# token_moments(values: Real, mask, start: Int, stop: Int, centre: float, out: Double) -> None
+#     out (n_completions, 3): counted tokens, sum of v - centre, sum of (v - centre)^2.
+# token_affine(values: Real, mask, start: Int, stop: Int, shift: float, scale: float, out: Real) -> None
+#     (v - shift) * scale, 0 on masked tokens; out may be values itself.
+#
+# Two log-probs of the same tokens, a and b (float32 or float64 each); float64 inside.
+# mismatch(a: Real, b: Real, mask, start: Int, stop: Int, clamp: float, out: Double) -> None
+#     out (n_completions, len(MISMATCH)).
+# mismatch_weights(a: Real, b: Real, mask, start: Int, stop: Int, clamp: float, low: float, high: float,
+#                  outside: int, out: Real) -> None
+#     w_t = exp(y_t), held in [low, high] (OUTSIDE_CLIP) or 0 outside of it (OUTSIDE_ZERO); 0 on masked tokens.
+# mismatch_keep(a: Real, b: Real, mask, start: Int, stop: Int, clamp: float, statistic: int,
+#               low: float, high: float, keep: uint8 array) -> None
+#     1 where the token counts and low <= s_t <= high; s_t = y_t, y_t^2 / 2 or exp(y_t) - 1 - y_t.

@@ -41,6 +41,11 @@ def _exp_minus_1_minus(d: Double, bound: float) -> Double:
     return np.where(np.abs(d) < 1, series, np.expm1(np.clip(d, -bound, bound)) - d)
 
 
+def _probability(logp: Double) -> Double:
+    """exp of a log-probability; what lies above 0 counts as 1."""
+    return np.exp(np.minimum(logp, 0.0))
+
+
 # ---- surrogates --------------------------------------------------------------------------------------
 
 
@@ -69,11 +74,49 @@ def _gpg(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, para
     return -A * logp, np.zeros_like(r), -A
 
 
+def _ratio(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    return -A * r + params[0] * np.abs(lam), -A * r + params[0] * np.sign(lam), np.zeros_like(r)
+
+
+def _vespo(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    k = np.where(A >= 0, params[0], params[2])
+    rate = np.where(A >= 0, params[1], params[3])
+    top = c.EXP_BOUND[np.dtype(np.float64)]
+    phi = np.exp(np.minimum(rate + k * lam - rate * r, top))  # detached; underflows to 0
+    return -phi * A * logp, np.zeros_like(r), -phi * A
+
+
+def _dppo(lets_through: Bool, r: Double, logp: Double, A: Double, cap: float) -> Slopes:
+    w = np.where(lets_through, np.minimum(r, cap), 0.0)  # detached
+    return -w * A * logp, np.zeros_like(r), -w * A
+
+
+def _dppo_tv(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    moved = _probability(logp) - _probability(old_logp)
+    return _dppo(np.where(A > 0, moved <= params[1], moved >= -params[0]), r, logp, A, params[2])
+
+
+def _dppo_kl(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    p, q = _probability(logp), _probability(old_logp)
+    kl = q * (old_logp - logp) + (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    through = np.where(A > 0, (kl <= params[1]) | (p <= q), (kl <= params[0]) | (p >= q))
+    return _dppo(through, r, logp, A, params[2])
+
+
+def _dro(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
+    return params[0] * lam**2 / 2 - A * logp, params[0] * lam, -A
+
+
 SURROGATES: dict[int, Callable[[Double, Double, Double, Double, Double, Params], Slopes]] = {
     0: _clip,
     1: _cispo,
     2: _sapo,
     3: _gpg,
+    4: _ratio,
+    5: _vespo,
+    6: _dppo_tv,
+    7: _dppo_kl,
+    8: _dro,
 }
 
 # ---- KL estimators of d = ref_logp - logp ------------------------------------------------------------
@@ -141,9 +184,10 @@ def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_th
         for i, (start, stop) in enumerate(zip(batch.start, batch.stop, strict=True)):
             counted = _counted(batch.mask, start, stop)
             gradient = np.zeros(stop - start)
-            stats[i], gradient[counted] = _completion(plan, _gather(batch, i, counted))
+            v = batch.weights[i] if batch.kl_weights is None else batch.kl_weights[i]
+            stats[i], gradient[counted] = _completion(plan, _gather(batch, i, counted), batch.weights[i], v)
             if grad is not None:
-                grad[start:stop] = _narrow(batch.weights[i] * gradient, grad.dtype)
+                grad[start:stop] = _narrow(gradient, grad.dtype)
 
 
 def _counted(mask: npt.NDArray[np.uint8] | None, start: int, stop: int) -> Bool:
@@ -175,8 +219,8 @@ def _gather(batch: Batch, i: int, counted: Bool) -> _Tokens:
     return _Tokens(logp, logp if old_logp is None else old_logp, ref_logp, A, weight, int(bad.sum()))
 
 
-def _completion(plan: Plan, t: _Tokens) -> tuple[Double, Double]:
-    """The row of ``stats`` and, up to w_i, the gradient."""
+def _completion(plan: Plan, t: _Tokens, w: float, v: float) -> tuple[Double, Double]:
+    """The row of ``stats`` and the gradient; w and v weigh the surrogate and the KL."""
     if len(t.logp) == 0:
         return _row({"log_ratio_min": np.inf, "log_ratio_max": -np.inf}), np.zeros(0)
     x = t.logp - t.old_logp
@@ -186,7 +230,7 @@ def _completion(plan: Plan, t: _Tokens) -> tuple[Double, Double]:
     value, dlam, dlogp = SURROGATES[plan.surrogate](lam, _exp(lam, plan.exp_bound), t.logp, t.old_logp, t.A, params)
     kl, dkl = _kl(plan, x, t)
     through = _over_level(plan.level, weight * dlam, plan.reduce)
-    gradient = np.where(flows, through, 0.0) + weight * dlogp + plan.beta * dkl
+    gradient = w * (np.where(flows, through, 0.0) + weight * dlogp) + v * plan.beta * dkl
     return _statistics(plan, t, lam, weight * value, kl), gradient
 
 

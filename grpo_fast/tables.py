@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, log
 from typing import Any
 
 from . import _contract as c
@@ -76,6 +76,31 @@ def _sapo(sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05)
     return Bounds((sapo_temperature_pos, sapo_temperature_neg))
 
 
+def _log_clip(epsilon: float = 0.2, epsilon_high: float | None = None) -> Bounds:
+    high = epsilon if epsilon_high is None else epsilon_high
+    return Bounds(pre=(c.PRE_SIGN_CLIP, -epsilon, high))
+
+
+def _vespo(
+    vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0
+) -> Bounds:
+    return Bounds((vespo_k_pos, max(vespo_lambda_pos, 1e-4), vespo_k_neg, max(vespo_lambda_neg, 1e-4)))
+
+
+def _divergence(epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None) -> Bounds:
+    return Bounds((epsilon, epsilon if epsilon_high is None else epsilon_high, inf if delta is None else delta))
+
+
+def _dro(dro_beta: float | None = None) -> Bounds:
+    if dro_beta is None:
+        raise ValueError("dro_beta: loss_type='dro' has no default for it; pass the penalty's strength, such as 0.1")
+    return Bounds((dro_beta,))
+
+
+def _unclipped() -> Bounds:
+    return Bounds((0.0,))
+
+
 SURROGATES: dict[str, Surrogate] = {
     "clip": Surrogate(
         0,
@@ -99,6 +124,37 @@ SURROGATES: dict[str, Surrogate] = {
         "arXiv:2511.20347",
     ),
     "gpg": Surrogate(3, "-A logp", (), Bounds, "arXiv:2504.02546", ratio=False),
+    "ratio": Surrogate(4, "-r A + coefficient |lam|", (), _unclipped, "arXiv:1707.06347 eq. 6; arXiv:2505.22617"),
+    "log_clip": Surrogate(
+        4,
+        "-r A, every log-ratio clipped to [-epsilon, epsilon_high] on the side that A clips, before the mean",
+        ("epsilon", "epsilon_high"),
+        _log_clip,
+        "arXiv:2507.20673",
+    ),
+    "vespo": Surrogate(
+        5,
+        "-stop_gradient(phi(r)) A logp, phi = exp(lambda + k lam - lambda r), k and lambda by the sign of A",
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        _vespo,
+        "arXiv:2602.10693; TRL 1.16.0 GRPOTrainer.get_gamma_weights",
+    ),
+    "dppo_tv": Surrogate(
+        6,
+        "-stop_gradient(min(r, delta) v) A logp, v = 1 where pi - pi_old <= epsilon_high (A > 0) or >= -epsilon",
+        ("epsilon", "epsilon_high", "delta"),
+        _divergence,
+        "arXiv:2602.04879",
+    ),
+    "dppo_kl": Surrogate(
+        7,
+        "-stop_gradient(min(r, delta) v) A logp, v = 1 where the binary KL is at most epsilon_high (A > 0) or epsilon, "
+        "or pi moved the other way",
+        ("epsilon", "epsilon_high", "delta"),
+        _divergence,
+        "arXiv:2602.04879",
+    ),
+    "dro": Surrogate(8, "-A logp + dro_beta lam^2 / 2", ("dro_beta",), _dro, "arXiv:2405.19107"),
 }
 
 
@@ -162,6 +218,8 @@ class Method:
     aggregation: str
     source: str
     levels: tuple[str, ...] = ("token", "sequence", "sequence_token")  # allowed; the first is the default
+    own_level: str | None = None  # the surrogate's, where the level in the options is that of the KL's ratio only
+    selection: str | None = None  # a row of SELECTIONS
     denominators: tuple[str, ...] | None = None  # where fewer than the aggregation's
     plan: dict[str, Any] = field(default_factory=dict)  # Plan fields the method fixes
 
@@ -178,6 +236,60 @@ METHODS: dict[str, Method] = {
     "cispo": Method("cispo", "token-mean", "arXiv:2506.13585"),
     "sapo": Method("sapo", "seq-mean-token-mean", "arXiv:2511.20347"),
     "gpg": Method("gpg", "token-mean", "arXiv:2504.02546"),
+    "luspo": Method(
+        "clip", "seq-mean-token-sum", "arXiv:2602.05261; TRL 1.16.0 loss_type='luspo'", levels=("sequence", "token")
+    ),
+    "gmpo": Method(
+        "log_clip",
+        "seq-mean-token-mean",
+        "arXiv:2507.20673",
+        levels=("sequence",),
+        plan={"weight_use": c.USE_GEOMETRIC_MEAN},
+    ),
+    "vespo": Method(
+        "vespo",
+        "token-mean",
+        "arXiv:2602.10693; TRL 1.16.0 loss_type='vespo'",
+        own_level="sequence_token",
+        plan={
+            "reduce": c.REDUCE_SUM,
+            "pre": c.PRE_CLAMP,
+            "pre_lo": -20.0,
+            "pre_hi": 20.0,
+            "lam_lo": log(1e-8),
+            "lam_hi": 20.0,
+            "weight_use": c.USE_LOG_OFFSET,
+        },
+    ),
+    "dppo_tv": Method("dppo_tv", "token-mean", "arXiv:2602.04879", levels=("token",)),
+    "dppo_kl": Method("dppo_kl", "token-mean", "arXiv:2602.04879", levels=("token",)),
+    "dro": Method("dro", "token-mean", "arXiv:2405.19107; verl 0.9.1 loss_mode='dro'", levels=("token",)),
+    "clip_cov": Method("clip", "token-mean", "arXiv:2505.22617", levels=("token",), selection="clip_cov"),
+    "kl_cov": Method("ratio", "token-mean", "arXiv:2505.22617", levels=("token",), selection="kl_cov"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Tokens of a batch that a method treats apart, by the covariance of log-prob and advantage."""
+
+    formula: str
+    options: tuple[str, ...]  # keywords of grpo_loss it takes
+    source: str
+
+
+SELECTIONS: dict[str, Selection] = {
+    "clip_cov": Selection(
+        "no surrogate on max(clip_cov_ratio n, 1) tokens drawn from those with clip_cov_lb < cov < clip_cov_ub "
+        "that the clip lets through",
+        ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "seed", "selected"),
+        "arXiv:2505.22617 eq. 11; verl 0.9.1 loss_mode='clip_cov'",
+    ),
+    "kl_cov": Selection(
+        "ppo_kl_coef |log r| on top of the max(kl_cov_ratio n, 1) tokens of largest cov",
+        ("kl_cov_ratio", "ppo_kl_coef", "selected"),
+        "arXiv:2505.22617 eq. 13; verl 0.9.1 loss_mode='kl_cov'",
+    ),
 }
 
 
@@ -214,7 +326,18 @@ OPTION_BOUNDS: dict[str, tuple[float, float]] = {
     "dual_clip": (-inf, 1.0),
     "sapo_temperature_pos": (1e-6, -inf),
     "sapo_temperature_neg": (1e-6, -inf),
+    "vespo_k_pos": (0.0, -inf),
+    "vespo_lambda_pos": (0.0, -inf),
+    "vespo_k_neg": (0.0, -inf),
+    "vespo_lambda_neg": (0.0, -inf),
+    "dro_beta": (-inf, 0.0),
+    "clip_cov_ratio": (-inf, 0.0),
+    "clip_cov_lb": (-inf, -inf),
+    "clip_cov_ub": (-inf, -inf),
+    "kl_cov_ratio": (-inf, 0.0),
+    "ppo_kl_coef": (0.0, -inf),
     "log_ratio_clamp": (-inf, 0.0),
+    "log_ratio_cap": (-inf, 0.0),
     "beta": (0.0, -inf),
     "kl_clamp_in": (-inf, 0.0),
     "kl_clamp_out": (-inf, 0.0),

@@ -17,12 +17,15 @@ LENGTHS = (0, 1, 15, 16, 17, 63, 255, 256, 257, 300, 511, 530)
 
 def plan(rng: np.random.Generator, surrogate: str, level: int, dtype: np.dtype[Any], **fields: Any) -> c.Plan:
     """A plan with everything else drawn."""
-    bounds = SURROGATES[surrogate].bounds(**({"cispo_bound": "relative"} if surrogate == "cispo" else {}))
+    bounds = SURROGATES[surrogate].bounds(**REQUIRED.get(surrogate, {}))
+    params = list(bounds.params)
+    if surrogate == "ratio" and rng.random() < 0.5:
+        params[0] = 0.3  # what a selection adds
     sequence = level != c.LEVEL_TOKEN
     pre = rng.choice([c.PRE_IDENTITY, c.PRE_CLAMP, c.PRE_SIGN_CLIP])
     clamp = rng.random() < 0.3
     drawn = {
-        **{f"p{k}": value for k, value in enumerate(bounds.params)},
+        **{f"p{k}": value for k, value in enumerate(params)},
         "clip_lo": bounds.clip_lo,
         "clip_hi": bounds.clip_hi,
         "reduce": rng.choice([c.REDUCE_MEAN, c.REDUCE_SUM]) if sequence else c.REDUCE_MEAN,
@@ -46,6 +49,13 @@ def plan(rng: np.random.Generator, surrogate: str, level: int, dtype: np.dtype[A
     defaults = c.Plan._field_defaults
     values = {name: type(defaults.get(name, 0.0))(value) for name, value in drawn.items()}
     return c.Plan(surrogate=SURROGATES[surrogate].id, level=level, exp_bound=c.EXP_BOUND[np.dtype(dtype)], **values)
+
+
+#: Options without a default.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "cispo": {"cispo_bound": "relative"}, "dro": {"dro_beta": 0.3},
+    "dppo_tv": {"epsilon": 0.05, "epsilon_high": 0.04, "delta": 1.3}, "dppo_kl": {"epsilon": 0.01, "epsilon_high": 0.02},
+}  # fmt: skip
 
 
 def kinks(p: c.Plan) -> list[float]:
@@ -94,6 +104,8 @@ def batch(
     for kink in kinks(p):  # data within rounding of a bound may take either branch
         near = np.abs(x - kink) < 1e-3
         x[near] += 3e-3
+    for _ in range(3):
+        x[_undecided(p, logp, logp - x)] += 3e-3
     d = rng.normal(0, 0.3, n)
     for kink in (p.kl_clamp_in, -p.kl_clamp_in):
         d[np.abs(d - kink) < 1e-3] += 3e-3
@@ -119,7 +131,28 @@ def batch(
         step_ends if with_steps else None,
         token(rng.normal(0, 1, n), np.float32, np.float64) if with_tokens else None,
         rng.uniform(0.1, 1.0, len(lengths)),
+        rng.uniform(0.1, 1.0, len(lengths)) if p.kl and rng.random() < 0.3 else None,
     )
+
+
+def _undecided(p: c.Plan, logp: np.ndarray, old_logp: np.ndarray) -> np.ndarray:
+    """Where the divergence of a surrogate that compares probabilities is within rounding of its thresholds."""
+    now, before = np.exp(logp), np.exp(np.minimum(old_logp, 0))
+    moved = now - before
+    kl = before * (old_logp - logp) + (1 - before) * np.log((1 - before + 1e-8) / (1 - now + 1e-8))
+    near = {
+        SURROGATES["dppo_tv"].id: [moved - p.p1, moved + p.p0],
+        SURROGATES["dppo_kl"].id: [kl - p.p1, kl - p.p0, moved],
+    }.get(p.surrogate, [])
+    return np.any([np.abs(values) < 1e-5 for values in near] or [np.zeros(len(logp), bool)], axis=0)
+
+
+def condition(p: c.Plan, t: Any, lam: np.ndarray) -> np.ndarray | float:
+    """What the rounding of lam and r is multiplied by in the value, where more than 1."""
+    if p.surrogate != SURROGATES["vespo"].id:
+        return 1.0
+    k, rate = np.where(t.A >= 0, p.p0, p.p2), np.where(t.A >= 0, p.p1, p.p3)
+    return 1 + rate + k * np.abs(lam) + rate * np.exp(np.clip(lam, -p.exp_bound, p.exp_bound))
 
 
 def completion_weight(rng: np.random.Generator, p: c.Plan, n: int) -> np.ndarray:

@@ -66,7 +66,15 @@ def oracle(monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: c.Batch) -> tup
         # exp(x) - 1 - x is compared relative to its own terms and not to 1 + x + exp(x): it must be compensated
         weighted = np.abs(t.A * (1.0 if t.weight is None else t.weight)).max()
         scales.append(
-            [np.abs(surrogate).sum(), np.abs(kl).sum(), np.abs(lam[:n]).sum(), row[3], r.sum(), (r * r).sum(), weighted]
+            [
+                np.abs(surrogate * plans.condition(plan, t, lam)).sum(),
+                np.abs(kl).sum(),
+                np.abs(lam[:n]).sum(),
+                row[3],
+                r.sum(),
+                (r * r).sum(),
+                weighted,
+            ]
         )
         return row
 

@@ -199,7 +199,7 @@ MISMATCH = (
     "k2_max",  # 0 without counted tokens
     "k3",  # sum of exp(y_t) - 1 - y_t
     "k3_max",
-    "non_finite",  # tokens where a_t is not finite or beyond LARGEST, or b_t infinite or beyond it; then nothing else holds
+    "non_finite",  # tokens where a_t is NaN, or a_t or b_t beyond +-LARGEST; then nothing else holds
 )
 OUTSIDE_CLIP, OUTSIDE_ZERO = 0, 1
 STATISTIC_LOG_RATIO, STATISTIC_K2, STATISTIC_K3 = 1, 2, 3

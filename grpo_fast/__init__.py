@@ -14,16 +14,19 @@ from ._info import show_info
 from ._threads import set_num_threads
 from ._version import __version__
 from .advantages import compute_grpo_advantages, group_advantages
+from .conventions import Convention, convention
 from .losses import LossResult, grpo_loss, kl
 from .process import process_advantages
 from .rollouts import Rollouts
 
 __all__ = [
     "BackendUnavailable",
+    "Convention",
     "LossResult",
     "Rollouts",
     "__version__",
     "compute_grpo_advantages",
+    "convention",
     "group_advantages",
     "grpo_loss",
     "kl",

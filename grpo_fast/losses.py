@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from . import _backends, _contract, _threads
+from . import _backends, _contract, _threads, selection
 from . import _validate as check
 from . import weights as _weights
 from ._contract import STATS, Batch, Double, Int, Plan, Real
 from .groups import Groups, make_groups
-from .methods import OPTIONS, resolve
+from .methods import OPTIONS, Resolved, Weighing, resolve
 from .tables import ADVANTAGE_LEVELS, WEIGHT_LEVELS
 
 _COLUMN = {name: k for k, name in enumerate(STATS)}
@@ -52,7 +52,8 @@ def grpo_loss(
     advantages: npt.ArrayLike,
     token_offsets: npt.ArrayLike,
     *,
-    loss_type: str = "grpo",
+    loss_type: str | Callable[..., Any] | None = None,
+    convention: str | None = None,
     importance_sampling_level: str | None = None,
     loss_agg_mode: str | None = None,
     mask: npt.ArrayLike | None = None,
@@ -69,20 +70,36 @@ def grpo_loss(
     delta: float | None = None,
     dual_clip: float | None = None,
     log_ratio_clamp: float | None = None,
+    log_ratio_cap: float | None = None,
     cispo_bound: str | None = None,
     sapo_temperature_pos: float | None = None,
     sapo_temperature_neg: float | None = None,
+    vespo_k_pos: float | None = None,
+    vespo_lambda_pos: float | None = None,
+    vespo_k_neg: float | None = None,
+    vespo_lambda_neg: float | None = None,
+    dro_beta: float | None = None,
+    clip_cov_ratio: float | None = None,
+    clip_cov_lb: float | None = None,
+    clip_cov_ub: float | None = None,
+    kl_cov_ratio: float | None = None,
+    ppo_kl_coef: float | None = None,
+    seed: int | None = None,
+    selected: npt.ArrayLike | None = None,
+    loss_params: Sequence[float] | None = None,
     beta: float | None = None,
     kl_estimator: str | None = None,
     kl_ratio_factor: str | None = None,
     kl_clamp_in: float | None = None,
     kl_clamp_out: float | None = None,
+    kl_agg_mode: str | None = None,
     num_items_in_batch: float | None = None,
     num_processes: float | None = None,
     num_sequences: float | None = None,
     num_groups: float | None = None,
     max_completion_length: float | None = None,
     loss_scale_factor: float | None = None,
+    empty_rows: str | None = None,
     compute_grad: bool = True,
     grad_out: npt.NDArray[Any] | None = None,
     grad_dtype: npt.DTypeLike | None = None,
@@ -106,8 +123,14 @@ def grpo_loss(
         Tokens after a completion's last step have step advantage 0.
     token_offsets : (n_completions + 1,) integers
         Tokens of completion i are ``[token_offsets[i], token_offsets[i + 1])``.
-    loss_type : a row of :data:`grpo_fast.tables.METHODS`
-        Surrogate, level and aggregation together.
+    loss_type : a row of :data:`grpo_fast.tables.METHODS`, or a function
+        Surrogate, level and aggregation together; None is "grpo", or the convention's. A function
+        ``f(lam, logp, old_logp, A, params) -> (value, d/dlam, d/dlogp)`` of numbers is compiled into
+        the loops of the Numba backend in place of the surrogate, at the token level; see
+        :func:`grpo_fast.check_surrogate_gradient`.
+    convention : a row of ``grpo_fast.conventions.CONVENTIONS``, such as "trl" or "verl==0.9.1"
+        Fills in every option that is left out, as that framework does; see :func:`grpo_fast.explain`.
+        A loss type that is given keeps its own aggregation.
     importance_sampling_level : "token", "sequence" or "sequence_token"
         One ratio per token; one per completion, exp(mean log-ratio); or the sequence ratio's value
         with each token's own gradient (GSPO-token).
@@ -124,15 +147,31 @@ def grpo_loss(
     epsilon, epsilon_high, delta, dual_clip : clip range [1 - epsilon, 1 + epsilon_high]
         Default 0.2 and ``epsilon``. ``delta`` caps the unclipped ratio (TRL); ``dual_clip`` bounds
         the loss of a negative advantage by -dual_clip A (verl, AReaL).
+    log_ratio_cap : c, holds the one log-ratio of a completion at most at c (verl's gspo: 10)
     log_ratio_clamp : c, holds every token's log-ratio in [-c, c]; no gradient passes outside
         The ratio in front of the KL (``kl_ratio_factor``) is the plain one.
     cispo_bound : "relative", "cap" or "absolute"
         What epsilon and epsilon_high mean for cispo: [1 - epsilon, 1 + epsilon_high]; weights up to
         epsilon_high itself (TRL, Liger); or both the weights' bounds (tinker).
+    vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg : default 2, 3, 3, 2
+        Shape of vespo's weight, by the sign of the advantage. ``token_weight`` enters it as an offset of
+        the log-ratio.
+    dro_beta : strength of dro's penalty
+    clip_cov_ratio, clip_cov_lb, clip_cov_ub, seed : default 2e-4, 1, 5, 0
+        clip_cov takes the surrogate of that share of the tokens away, drawn by ``seed`` (and nothing else)
+        from those whose covariance of log-prob and advantage lies between the bounds.
+    kl_cov_ratio, ppo_kl_coef : default 2e-4, 1
+        kl_cov adds ``ppo_kl_coef`` |log r| on that share of the tokens, those of largest covariance.
+    selected : indices of tokens, in place of that choice
+    loss_params : up to four numbers for a ``loss_type`` that is a function
     beta : KL coefficient; None is 0.04 with a reference and 0 without
     kl_estimator : "k1", "k2", "k3" (default) or "abs"; a trailing "+" keeps its value with k2's gradient
     kl_ratio_factor : "none" (default), "ratio" (differentiated) or "ratio_detached"
     kl_clamp_in, kl_clamp_out : bounds on |ref_logp - logp| and on the value; no gradient outside
+    kl_agg_mode : an aggregation of the KL term's own
+    empty_rows : "count" (default) or "exclude"
+        Whether a completion without counted tokens is one of the sequences that are counted where
+        ``num_sequences`` is not given.
     num_items_in_batch, num_processes, num_sequences, num_groups, max_completion_length, loss_scale_factor
         Denominators of the whole batch, where this call sees a part of it; see the aggregations.
     compute_grad, grad_out, grad_dtype
@@ -183,6 +222,7 @@ def grpo_loss(
         advantages,
         options,
         loss_type=loss_type,
+        convention=convention,
         mask=mask,
         token_weight=token_weight,
         weight_level=weight_level,
@@ -208,7 +248,8 @@ def evaluate(
     advantages: npt.ArrayLike,
     options: Mapping[str, Any],
     *,
-    loss_type: str = "grpo",
+    loss_type: str | Callable[..., Any] | None = None,
+    convention: str | None = None,
     mask: npt.ArrayLike | None = None,
     token_weight: npt.ArrayLike | None = None,
     weight_level: str = "token",
@@ -225,6 +266,12 @@ def evaluate(
     backend: str | None = None,
 ) -> LossResult:
     """:func:`grpo_loss` on any ranges; ``logp`` is flat and checked, everything else as there."""
+    function = None
+    if callable(loss_type):
+        from . import custom  # needs numba
+
+        function = custom.prepare(loss_type, options.get("loss_params") or (), backend)
+        backend, loss_type = "numba", getattr(loss_type, "__name__", "function")
     kernels = _backends.get(backend)
     old, ref = (
         None if values is None else _log_probs(name, values, ranges.n_slots)
@@ -233,14 +280,21 @@ def evaluate(
     dtype = np.dtype(
         np.float64 if any(a is not None and a.dtype == np.float64 for a in (logp, old, ref)) else np.float32
     )
-    plan, aggregation, denominators = resolve(
-        loss_type, options, has_reference=ref is not None, dtype=dtype, width=ranges.width
+    resolved = resolve(
+        loss_type,
+        options,
+        convention=convention,
+        custom=function is not None,
+        has_reference=ref is not None,
+        dtype=dtype,
+        width=ranges.width,
     )
+    plan = resolved.plan
     counted = None if mask is None else check.mask("mask", mask, ranges.n_slots)
     counts: Int = (
         ranges.stop - ranges.start if counted is None else kernels.count_tokens(counted, ranges.start, ranges.stop)
     )
-    groups = _groups(aggregation, len(counts), group_ids, group_offsets)
+    groups = _groups(resolved, len(counts), group_ids, group_offsets)
     per_token, per_completion = _token_weights(token_weight, weight_level, ranges, counts)
     own, steps, offsets, ends, of_tokens = _advantages(
         advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts
@@ -259,16 +313,33 @@ def evaluate(
         step_offsets=offsets,
         step_ends=ends,
         token_advantages=of_tokens,
-        weights=_weights.FUNCTIONS[aggregation](counts, **denominators, **({"groups": groups} if groups else {})),
+        weights=_weigh(resolved.weighing, counts, groups),
+        kl_weights=None if resolved.kl_weighing is None else _weigh(resolved.kl_weighing, counts, groups),
     )
     grad, kernel_grad = _gradient(logp, batch, ranges, compute_grad, grad_out, grad_dtype)
     stats = np.empty((len(counts), len(STATS)))
-    kernels.policy_loss(plan, batch, kernel_grad, stats, _threads.choose(int(counts.sum()), n_threads))
+    threads = _threads.choose(int(counts.sum()), n_threads)
+    if function is None:
+        kernels.policy_loss(plan, batch, kernel_grad, stats, threads)
+    else:
+        kernels.policy_loss(plan, batch, kernel_grad, stats, threads, function)
     if stats[:, _COLUMN["non_finite"]].any():
         _raise_non_finite(batch, stats)
+    selected: Int | None = None
+    if resolved.selection is not None:
+        apart = resolved.selection, resolved.selection_options, plan, batch
+        selected = selection.select(*apart)
+        selection.replace(kernels, *apart, selected, kernel_grad, stats)
     if grad is not None and kernel_grad is not None and grad is not kernel_grad:
         check.narrow(kernel_grad.astype(np.float64), grad.dtype, grad)
-    return _result(kernels, plan, batch, counts, grad, stats)
+    result = _result(kernels, plan, batch, counts, grad, stats)
+    result.metrics.update(_extra_metrics(resolved, batch, counts, stats, selected))
+    return result
+
+
+def _weigh(weighing: Weighing, counts: Int, groups: Groups | None) -> Double:
+    more = {"groups": groups} if weighing.aggregation == "prompt-mean" else {}
+    return _weights.FUNCTIONS[weighing.aggregation](counts, **weighing.denominators, **more)
 
 
 def _log_probs(name: str, values: npt.ArrayLike, n_slots: int) -> Real:
@@ -277,12 +348,11 @@ def _log_probs(name: str, values: npt.ArrayLike, n_slots: int) -> Real:
     return check.kernel_ready(array)
 
 
-def _groups(aggregation: str, n: int, group_ids: Any, group_offsets: npt.ArrayLike | None) -> Groups | None:
+def _groups(resolved: Resolved, n: int, group_ids: Any, group_offsets: npt.ArrayLike | None) -> Groups | None:
     given = group_ids is not None or group_offsets is not None
     groups = make_groups(n, group_ids, group_offsets) if given else None
-    if aggregation != "prompt-mean":
-        return None
-    if groups is None:
+    weighings = (resolved.weighing, resolved.kl_weighing)
+    if groups is None and any(w is not None and w.aggregation == "prompt-mean" for w in weighings):
         raise ValueError("group_ids: loss_agg_mode='prompt-mean' needs the prompts; pass group_ids or group_offsets")
     return groups
 
@@ -472,7 +542,8 @@ def _result(
     kernels: Any, plan: Plan, batch: Batch, counts: Int, grad: npt.NDArray[Any] | None, stats: Double
 ) -> LossResult:
     surrogate = batch.weights * stats[:, _COLUMN["surrogate"]]
-    per_completion = surrogate + batch.weights * plan.beta * stats[:, _COLUMN["kl"]] if plan.beta else surrogate
+    kl_weights = batch.weights if batch.kl_weights is None else batch.kl_weights
+    per_completion = surrogate + kl_weights * plan.beta * stats[:, _COLUMN["kl"]] if plan.beta else surrogate
     stats[:, _COLUMN["surrogate"]] = surrogate
     sums = dict(zip(STATS, kernels.sum_columns(stats[:, : _COLUMN["log_ratio_min"]]).tolist(), strict=False))
     loss = float(kernels.sum_columns(per_completion[:, None])[0]) if plan.beta else sums["surrogate"]
@@ -500,6 +571,39 @@ def _result(
         "ess": ratio_sum**2 / sums["ratio_sq"] * per_ratio if ratios else 0.0,
     }
     return LossResult(loss, grad, metrics, per_completion)
+
+
+def _extra_metrics(
+    resolved: Resolved, batch: Batch, counts: Int, stats: Double, selected: Int | None
+) -> dict[str, float]:
+    """What only some surrogates report, under the names of their sources."""
+    plan, surrogate = resolved.plan, resolved.surrogate
+    some = counts > 0
+    extra: dict[str, float] = {}
+    if np.isfinite([plan.clip_lo, plan.clip_hi]).any():
+        tokens = counts[some] if plan.level == _contract.LEVEL_TOKEN else 1
+        low, high = (stats[some, _COLUMN[name]] / tokens for name in ("clip_low", "clip_high"))
+        extra["clip_ratio/low_min"] = float(low.min(initial=1.0)) if some.any() else 0.0
+        extra["clip_ratio/high_max"] = float(high.max(initial=0.0))
+        if surrogate == "cispo":
+            extra["cispo_clip_ratio"] = float(
+                stats[:, _COLUMN["clip_high"]].sum() / max(np.sum(tokens * some[some]), 1)
+            )
+    if (
+        surrogate == "vespo"
+        and batch.advantages is not None
+        and batch.token_advantages is None is batch.step_advantages
+    ):
+        lam, gains = stats[some, _COLUMN["log_ratio"]], batch.advantages[some] >= 0
+        k, rate = np.where(gains, plan.p0, plan.p2), np.where(gains, plan.p1, plan.p3)
+        phi = np.exp(np.minimum(rate + k * lam - rate * np.exp(lam), plan.exp_bound))
+        extra["vespo/phi_seq_mean"] = float(phi.mean()) if some.any() else 0.0
+    if selected is not None:
+        share = len(selected) / max(int(counts.sum()), 1)
+        extra["selected_mean"] = share
+        if resolved.selection == "clip_cov":
+            extra["pg_clipfrac"] = share
+    return extra
 
 
 def kl(

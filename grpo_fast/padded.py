@@ -8,6 +8,7 @@ skip what lies around, whatever it holds.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,8 @@ def grpo_loss(
     advantages: npt.ArrayLike,
     mask: npt.ArrayLike | None = None,
     *,
-    loss_type: str = "grpo",
+    loss_type: str | Callable[..., Any] | None = None,
+    convention: str | None = None,
     advantage_level: str = "completion",
     token_weight: npt.ArrayLike | None = None,
     weight_level: str = "token",
@@ -99,6 +101,7 @@ def grpo_loss(
         _flat("advantages", advantages, shape if advantage_level == "token" else rows),
         options,
         loss_type=loss_type,
+        convention=convention,
         mask=flat_mask,
         token_weight=None
         if token_weight is None

@@ -178,6 +178,7 @@ KL_ESTIMATORS: dict[str, KL] = {
 KL_RATIO_FACTORS = {"none": c.RHO_NONE, "ratio": c.RHO_RATIO, "ratio_detached": c.RHO_RATIO_DETACHED}
 
 LEVELS = {"token": c.LEVEL_TOKEN, "sequence": c.LEVEL_SEQUENCE, "sequence_token": c.LEVEL_SEQUENCE_TOKEN}
+EMPTY_ROWS = ("count", "exclude")
 CISPO_BOUNDS = ("relative", "cap", "absolute")
 
 
@@ -190,20 +191,19 @@ class Aggregation:
     source: str
 
 
+_SEQUENCES = ("num_sequences", "num_processes", "empty_rows")
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": Aggregation(
         "sum of all * num_processes / num_items_in_batch", ("num_items_in_batch", "num_processes"), "arXiv:2503.14476"
     ),
-    "token-sum": Aggregation("sum of all", (), "verl 0.9.1 core_algos.agg_loss"),
-    "seq-mean-token-mean": Aggregation(
-        "mean over sequences of token means", ("num_sequences",), "arXiv:2402.03300 eq. 3"
-    ),
+    "token-sum": Aggregation("sum of all * num_processes", ("num_processes",), "verl 0.9.1 core_algos.agg_loss"),
+    "seq-mean-token-mean": Aggregation("mean over sequences of token means", _SEQUENCES, "arXiv:2402.03300 eq. 3"),
     "seq-mean-token-sum": Aggregation(
-        "mean over sequences of token sums", ("num_sequences",), "verl 0.9.1 core_algos.agg_loss"
+        "mean over sequences of token sums", _SEQUENCES, "verl 0.9.1 core_algos.agg_loss"
     ),
     "seq-mean-token-sum-norm": Aggregation(
         "mean over sequences of token sums / a constant length",
-        ("num_sequences", "loss_scale_factor", "max_completion_length"),
+        (*_SEQUENCES, "loss_scale_factor", "max_completion_length"),
         "arXiv:2503.20783",
     ),
     "prompt-mean": Aggregation("mean over prompts of token means", ("num_groups",), "SkyRL; verl-project/verl#2776"),
@@ -229,7 +229,7 @@ METHODS: dict[str, Method] = {
     "bnpo": Method("clip", "token-mean", "TRL 1.16.0 loss_type='bnpo'", denominators=()),
     "dapo": Method("clip", "token-mean", "arXiv:2503.14476"),
     "dr_grpo": Method(
-        "clip", "seq-mean-token-sum-norm", "arXiv:2503.20783", denominators=("num_sequences", "max_completion_length")
+        "clip", "seq-mean-token-sum-norm", "arXiv:2503.20783", denominators=(*_SEQUENCES, "max_completion_length")
     ),
     "gspo": Method("clip", "seq-mean-token-mean", "arXiv:2507.18071", levels=("sequence",)),
     "gspo_token": Method("clip", "seq-mean-token-mean", "arXiv:2507.18071 section 4.3", levels=("sequence_token",)),
@@ -382,4 +382,14 @@ METRICS: dict[str, str] = {
     "ratio/min": "smallest r",
     "ratio/max": "largest r",
     "ess": "effective sample size, (sum r)^2 / sum r^2 / n",
+}
+
+#: Columns of ``metrics`` that only some methods have, under the names of their sources.
+EXTRA_METRICS: dict[str, str] = {
+    "clip_ratio/low_min": "smallest share of a completion with A < 0 and r below the lower bound (TRL)",
+    "clip_ratio/high_max": "largest share of a completion with A > 0 and r above the upper bound (TRL)",
+    "cispo_clip_ratio": "cispo: share with A > 0 and r above the upper bound (TRL)",
+    "vespo/phi_seq_mean": "vespo: mean of phi over completions, with one advantage per completion (TRL)",
+    "selected_mean": "clip_cov, kl_cov: share of tokens that are selected",
+    "pg_clipfrac": "clip_cov: the same (verl)",
 }

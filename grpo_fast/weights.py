@@ -8,6 +8,7 @@ sees a part, so that the losses of the parts add up; without it, it is counted h
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -20,20 +21,20 @@ def token_mean(counts: Int, num_items_in_batch: float | None = None, num_process
     return np.full(len(counts), num_processes / max(items, 1))
 
 
-def token_sum(counts: Int) -> Double:
-    return np.ones(len(counts))
+def token_sum(counts: Int, num_processes: float = 1) -> Double:
+    return np.full(len(counts), float(num_processes))
 
 
-def seq_mean_token_mean(counts: Int, num_sequences: float | None = None) -> Double:
-    return 1 / (_sequences(counts, num_sequences) * np.maximum(counts, 1))
+def seq_mean_token_mean(counts: Int, **sequences: Any) -> Double:
+    return _per_sequence(counts, **sequences) / np.maximum(counts, 1)
 
 
-def seq_mean_token_sum(counts: Int, num_sequences: float | None = None) -> Double:
-    return np.full(len(counts), 1 / _sequences(counts, num_sequences))
+def seq_mean_token_sum(counts: Int, **sequences: Any) -> Double:
+    return np.full(len(counts), _per_sequence(counts, **sequences))
 
 
-def seq_mean_token_sum_norm(counts: Int, length: float, num_sequences: float | None = None) -> Double:
-    return np.full(len(counts), 1 / (_sequences(counts, num_sequences) * length))
+def seq_mean_token_sum_norm(counts: Int, length: float, **sequences: Any) -> Double:
+    return np.full(len(counts), _per_sequence(counts, **sequences) / length)
 
 
 def prompt_mean(counts: Int, groups: Groups, num_groups: float | None = None) -> Double:
@@ -42,8 +43,11 @@ def prompt_mean(counts: Int, groups: Groups, num_groups: float | None = None) ->
     return 1 / (max(prompts, 1) * np.maximum(tokens, 1)[groups.codes])
 
 
-def _sequences(counts: Int, num_sequences: float | None) -> float:
-    return max(len(counts) if num_sequences is None else num_sequences, 1)
+def _per_sequence(
+    counts: Int, num_sequences: float | None = None, num_processes: float = 1, empty_rows: str = "count"
+) -> float:
+    here = len(counts) if empty_rows == "count" else int(np.count_nonzero(counts))
+    return num_processes / max(here if num_sequences is None else num_sequences, 1)
 
 
 FUNCTIONS: dict[str, Callable[..., Double]] = {

@@ -58,6 +58,13 @@ class Convention:
         options |= self.kl.get(estimator, {})
         return {k: v for k, v in options.items() if v is not None and k not in ("loss_type", "levels")}
 
+    def shared_options(self, kl_estimator: str | None = None) -> dict[str, Any]:
+        """What holds whatever the surrogate: of the KL term and of empty rows."""
+        names = ("beta", "kl_estimator", "kl_ratio_factor", "kl_clamp_in", "kl_clamp_out", "empty_rows")
+        estimator = (kl_estimator or self.loss.get("kl_estimator", "k3")).rstrip("+")
+        options = {**self.loss, **self.kl.get(estimator, {})}
+        return {name: options[name] for name in names if options.get(name) is not None}
+
     def __str__(self) -> str:
         return f"{self.name}=={self.version} ({self.checked}: {self.source})"
 

@@ -110,7 +110,9 @@ def resolve(
     if loss_type is None:
         loss_type = "grpo" if whose is None else whose.loss_type
     method = CUSTOM if custom else METHODS[one_of("loss_type", loss_type, METHODS)]
-    if whose is not None and not custom:
+    if whose is not None and custom:
+        given.add(whose.shared_options(given.explicit.get("kl_estimator")))
+    elif whose is not None:
         _add_convention(given, whose, loss_type)
         if chosen is not None:
             given.drop(("loss_agg_mode",))

@@ -34,6 +34,7 @@ cdef extern from "native.h" nogil:
         const int64_t *step_offsets
         const int64_t *step_ends
         const double *weights
+        const double *kl_weights
         void *grad
         int grad_is_double
         double *stats
@@ -134,7 +135,7 @@ def policy_loss(plan, batch, grad, double[:, ::1] stats, int n_threads):
     b.completion_weight, b.advantages = _doubles(batch.completion_weight), _doubles(batch.advantages)
     b.step_advantages = _doubles(batch.step_advantages)
     b.step_offsets, b.step_ends = _integers(batch.step_offsets), _integers(batch.step_ends)
-    b.weights = _doubles(batch.weights)
+    b.weights, b.kl_weights = _doubles(batch.weights), _doubles(batch.kl_weights)
     b.grad_is_double = 0
     b.grad = _writable(grad, &b.grad_is_double)
     b.stats = &stats[0, 0]

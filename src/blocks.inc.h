@@ -178,10 +178,10 @@ static void FN(exps)(const REAL *restrict x, REAL *restrict r, REAL *restrict ta
 
 #if !REAL_IS_DOUBLE
 /* Whether the numbers that the tokens of a completion share are too large for float32 products. */
-static int FN(needs_wide)(const Plan *plan, const Shared *shared)
+static int FN(needs_wide)(const Shared *shared)
 {
-    return !(fabs(shared->weight) <= 1e6 && plan->beta <= 1e6 && fabs(shared->advantage * shared->surrogate_weight) <= WIDE_FACTOR
-             && fabs(shared->lam) <= WIDE_LOG && fabs(shared->log_rho) <= WIDE_LOG);
+    return !(fabs(shared->weight) <= 1e6 && fabs(shared->kl_weight) <= 1e6 && fabs(shared->lam) <= WIDE_LOG
+             && fabs(shared->advantage * shared->surrogate_weight) <= WIDE_FACTOR && fabs(shared->log_rho) <= WIDE_LOG);
 }
 
 /* The same block in float64. */
@@ -231,7 +231,7 @@ static int FN(store)(const Batch *batch, const REAL *restrict grad, int64_t t, i
 static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restrict b, int padded, double *restrict stats,
                         double *restrict all_slopes)
 {
-    const REAL weight = (REAL)shared->weight, beta = (REAL)plan->beta;
+    const REAL weight = (REAL)shared->weight, kl_weight = (REAL)shared->kl_weight;
     const REAL own = plan->level == LEVEL_SEQUENCE ? 0 : 1;
     const REAL rho_slope = plan->rho == RHO_RATIO && plan->rho_level != LEVEL_SEQUENCE ? 1 : 0;
     FLUSHED {
@@ -242,8 +242,8 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
             const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
             surrogate += on * c * b->value[k];
             slopes += on * c * b->dlam[k];
-            const REAL kl_grad = beta * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
-            b->grad[k] = on * weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k]) + kl_grad);
+            const REAL kl_grad = kl_weight * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
+            b->grad[k] = on * (weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k])) + kl_grad);
             /* 0 * NaN and 0 * inf are NaN: what is not finite, or overflows float32, shows in the sum, whatever came of it */
             kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k] + (REAL_IS_DOUBLE ? 0 : b->grad[k]));
         }
@@ -450,7 +450,7 @@ static void FN(main_chunk)(const Plan *plan, const Batch *batch, int64_t i, cons
 #if REAL_IS_DOUBLE
     for (; t < stop; t += BLOCK) FN(block)(plan, batch, i, shared, &block, t, stop - t < BLOCK ? (int)(stop - t) : BLOCK, &sums);
 #else
-    const int fused = FN(can_fuse)(plan, batch), wide = FN(needs_wide)(plan, shared);
+    const int fused = FN(can_fuse)(plan, batch), wide = FN(needs_wide)(shared);
     for (; t < stop; t += BLOCK) {
         const int n = stop - t < BLOCK ? (int)(stop - t) : BLOCK;
         const int done = wide ? 0

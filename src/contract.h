@@ -45,7 +45,7 @@ typedef struct {
     const uint8_t *mask;
     const double *completion_weight, *advantages, *step_advantages;
     const int64_t *step_offsets, *step_ends;
-    const double *weights;
+    const double *weights, *kl_weights; /* kl_weights NULL: weights */
     void *grad; /* NULL: not wanted */
     int grad_is_double;
     double *stats; /* (n_completions, N_STATS) */
@@ -54,6 +54,7 @@ typedef struct {
 /* What the tokens of a completion share once it has been reduced. */
 typedef struct {
     double weight;               /* w_i */
+    double kl_weight;            /* beta v_i */
     double advantage;            /* its own, 0 where there is none */
     double surrogate_weight;     /* of the completion, and the geometric mean of its tokens' */
     double lam, lam_slope, r;    /* sequence levels: the log-ratio, the slope of its last clamp, the ratio */

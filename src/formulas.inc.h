@@ -91,8 +91,66 @@ SURROGATE(gpg)
     return (FN(Slopes)){-a * logp, 0, -a};
 }
 
+/* -A r + p0 |lam| */
+SURROGATE(ratio)
+{
+    UNUSED(logp), UNUSED(old_logp);
+    const REAL side = lam > 0 ? 1 : lam < 0 ? -1 : 0;
+    return (FN(Slopes)){p[0] * (side * lam) - a * r, p[0] * side - a * r, 0};
+}
+
+/* -stop_gradient(exp(l + k lam - l r)) A logp; p: k and l for A >= 0, k and l otherwise */
+SURROGATE(vespo)
+{
+    UNUSED(old_logp);
+    const REAL k = a >= 0 ? p[0] : p[2], rate = a >= 0 ? p[1] : p[3];
+    const REAL x = rate + k * lam - rate * r;
+    REAL phi = FN(exp)(x < VESPO_TOP ? x : VESPO_TOP, EXP_WIDEST).exp;
+    phi = x < -EXP_WIDEST ? 0 : x > VESPO_TOP ? VESPO_BEYOND : phi;
+    return (FN(Slopes)){-phi * a * logp, 0, -phi * a};
+}
+
+/* -stop_gradient(min(r, cap)) A logp of the tokens that are let through */
+static INLINE FN(Slopes) FN(dppo)(int through, REAL r, REAL logp, REAL a, REAL cap)
+{
+    const REAL least = r < cap ? r : cap, w = through ? least : 0;
+    return (FN(Slopes)){-w * a * logp, 0, -w * a};
+}
+
+/* ... where the probability moved by no more than the bound; p: bound for A <= 0, for A > 0, cap */
+SURROGATE(dppo_tv)
+{
+    UNUSED(lam);
+    const REAL now = logp < 0 ? logp : 0, before = old_logp < 0 ? old_logp : 0;
+    const REAL moved = FN(exp)(now, EXP_WIDEST).exp - FN(exp)(before, EXP_WIDEST).exp;
+    return FN(dppo)(a > 0 ? moved <= p[1] : moved >= -p[0], r, logp, a, p[2]);
+}
+
+/* ... where it moved against A, or the binary KL, q (old_logp - logp) + (1 - q) log((1 - q + e) / (1 - p + e)) with e 1e-8
+ * and p, q the probabilities now and before, is at most h: (1 - q + e) <= (1 - p + e) exp((h - q (old_logp - logp)) / (1 - q)),
+ * both sides of which lie well inside of where exp saturates or far apart; p as above */
+SURROGATE(dppo_kl)
+{
+    UNUSED(lam);
+    const REAL now = logp < 0 ? logp : 0, before = old_logp < 0 ? old_logp : 0, e = (REAL)1e-8;
+    const FN(Exp) q = FN(exp)(before, EXP_WIDEST);
+    const REAL not_p = -FN(exp)(now, EXP_WIDEST).expm1, not_q = -q.expm1, h = a > 0 ? p[1] : p[0];
+    const REAL left = (h - q.exp * (old_logp - logp)) / (not_q > REAL_TINY ? not_q : REAL_TINY);
+    const int close = not_q + e <= (not_p + e) * FN(exp)(left, EXP_WIDEST).exp, against = a > 0 ? now <= before : now >= before;
+    return FN(dppo)(close | against, r, logp, a, p[2]);
+}
+
+/* -A logp + p0 / 2 lam^2 */
+SURROGATE(dro)
+{
+    UNUSED(r), UNUSED(old_logp);
+    return (FN(Slopes)){p[0] * lam * lam / 2 - a * logp, p[0] * lam, -a};
+}
+
 #undef SURROGATES
-#define SURROGATES(CASE) CASE(0, clip) CASE(1, cispo) CASE(2, sapo) CASE(3, gpg)
+#define SURROGATES(CASE)                                                                                      \
+    CASE(0, clip) CASE(1, cispo) CASE(2, sapo) CASE(3, gpg) CASE(4, ratio) CASE(5, vespo) CASE(6, dppo_tv)      \
+    CASE(7, dppo_kl) CASE(8, dro)
 
 /* ---- KL estimators of d = ref_logp - logp, with the slope in logp ---- */
 

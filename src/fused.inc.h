@@ -22,7 +22,7 @@ static ALWAYS_INLINE int FN(fused_loop)(const Plan *plan, const Shared *shared, 
     /* c f(A) = c |A| f(+-1): the sign of A, which the whole completion shares, chooses the side that is clipped */
     const double size = fabs(shared->advantage) * shared->surrogate_weight;
     const float sign = shared->advantage > 0 ? 1.0f : -1.0f;
-    const float weight = (float)(shared->weight * size), kl_weight = (float)(shared->weight * plan->beta);
+    const float weight = (float)(shared->weight * size), kl_weight = (float)shared->kl_weight;
     const float bound = (float)plan->exp_bound, p[4] = {(float)plan->p[0], (float)plan->p[1], (float)plan->p[2], 0};
     const float clip_lo = shared->advantage < 0 ? (float)plan->clip_lo : -INFINITY;
     const float clip_hi = shared->advantage > 0 ? (float)plan->clip_hi : INFINITY;

@@ -17,6 +17,9 @@
 #define EXP_MANTISSA 52
 #define EXP_ONE 0x3ff0000000000000u
 #define EXP_WIDEST 700.0
+#define REAL_TINY DBL_MIN
+#define VESPO_TOP 300.0
+#define VESPO_BEYOND phi
 #define EXP_Q(r)                                                                                                       \
     (0.5 + r * (0.16666666666666663 + r * (0.041666666666666276 + r * (0.0083333333333342526 + r * (0.0013888888888965120   \
     + r * (1.9841269840591670e-4 + r * (2.4801587252021241e-5 + r * (2.7557319437104723e-6 + r * (2.7557334036181729e-7     \
@@ -38,6 +41,9 @@
 #undef EXP_MANTISSA
 #undef EXP_ONE
 #undef EXP_WIDEST
+#undef REAL_TINY
+#undef VESPO_TOP
+#undef VESPO_BEYOND
 #undef EXP_Q
 
 #define REAL float
@@ -59,6 +65,9 @@
 #define EXP_MANTISSA 23
 #define EXP_ONE 0x3f800000u
 #define EXP_WIDEST 87.0f
+#define REAL_TINY FLT_MIN
+#define VESPO_TOP EXP_WIDEST
+#define VESPO_BEYOND INFINITY /* no sum is finite then, and float64 decides */
 #define EXP_Q(r)                                                                                                       \
     (0.5f + r * (0.166666672f + r * (0.0416667163f + r * (0.00833329652f + r * (0.00138858333f + r * (1.98469206e-4f        \
     + r * (2.53324160e-5f + r * 2.75523303e-6f)))))))
@@ -83,6 +92,9 @@
 #undef EXP_MANTISSA
 #undef EXP_ONE
 #undef EXP_WIDEST
+#undef REAL_TINY
+#undef VESPO_TOP
+#undef VESPO_BEYOND
 #undef EXP_Q
 
 static const Loops PASTE(loops, ISA, all) = {

@@ -148,6 +148,7 @@ static void completion(Job *job)
     const int shared_rho = plan->rho != RHO_NONE && plan->rho_level != LEVEL_TOKEN, shared_lam = plan->level != LEVEL_TOKEN;
     job->shared = (Shared){
         .weight = batch->weights[i],
+        .kl_weight = plan->beta * (batch->kl_weights ? batch->kl_weights : batch->weights)[i],
         .advantage = batch->advantages ? batch->advantages[i] : 0,
         .surrogate_weight = batch->completion_weight ? batch->completion_weight[i] : 1,
         .rho = 1,
@@ -166,9 +167,9 @@ static void completion(Job *job)
 
     const int spread_lam = plan->level == LEVEL_SEQUENCE, spread_rho = plan->rho == RHO_RATIO && plan->rho_level == LEVEL_SEQUENCE;
     if (!batch->grad || !(spread_lam || spread_rho)) return;
-    const double n = fmax(reduced.count, 1), weight = job->shared.weight;
-    if (spread_lam) job->shared.lam_share = weight * job->shared.lam_slope * sums.slopes / (plan->reduce == REDUCE_MEAN ? n : 1);
-    if (spread_rho) job->shared.rho_share = weight * plan->beta * sums.stats[STAT_KL] / n;
+    const double n = fmax(reduced.count, 1);
+    if (spread_lam) job->shared.lam_share = job->shared.weight * job->shared.lam_slope * sums.slopes / (plan->reduce == REDUCE_MEAN ? n : 1);
+    if (spread_rho) job->shared.rho_share = job->shared.kl_weight * sums.stats[STAT_KL] / n;
     if (job->shared.lam_share == 0 && job->shared.rho_share == 0) return;
     pass(job, sums.saturated ? wide_task : finish_task, 0, 0);
 }

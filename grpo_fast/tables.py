@@ -236,6 +236,7 @@ METHODS: dict[str, Method] = {
     "cispo": Method("cispo", "token-mean", "arXiv:2506.13585"),
     "sapo": Method("sapo", "seq-mean-token-mean", "arXiv:2511.20347"),
     "gpg": Method("gpg", "token-mean", "arXiv:2504.02546"),
+    "importance_sampling": Method("ratio", "token-sum", "arXiv:1707.06347 eq. 6; Tinker's loss of that name"),
     "luspo": Method(
         "clip", "seq-mean-token-sum", "arXiv:2602.05261; TRL 1.16.0 loss_type='luspo'", levels=("sequence", "token")
     ),

@@ -365,7 +365,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "levels": {"token": {}},
         "advantages": {"baseline": "mean", "scale": "none", "singleton": "zero"},
         "notes": (
-            "old_logp are the sampler's; every loss is a sum over tokens: pass loss_agg_mode='token-sum' with a loss_type",
+            "old_logp are the sampler's; every loss is a sum: pass loss_agg_mode='token-sum' with a loss_type",
             "advantages were executed, losses run on its server and were read",
         ),
     },

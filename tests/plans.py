@@ -147,12 +147,19 @@ def _undecided(p: c.Plan, logp: np.ndarray, old_logp: np.ndarray) -> np.ndarray:
     return np.any([np.abs(values) < 1e-5 for values in near] or [np.zeros(len(logp), bool)], axis=0)
 
 
-def condition(p: c.Plan, t: Any, lam: np.ndarray) -> np.ndarray | float:
-    """What the rounding of lam and r is multiplied by in the value, where more than 1."""
-    if p.surrogate != SURROGATES["vespo"].id:
-        return 1.0
-    k, rate = np.where(t.A >= 0, p.p0, p.p2), np.where(t.A >= 0, p.p1, p.p3)
-    return 1 + rate + k * np.abs(lam) + rate * np.exp(np.clip(lam, -p.exp_bound, p.exp_bound))
+def terms(p: c.Plan, t: Any, lam: np.ndarray, surrogate: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Absolute terms of the surrogate before they cancel; ``size`` are those of the advantage."""
+    weight = 1.0 if t.weight is None or p.weight_use != c.USE_MULTIPLY else np.abs(t.weight)
+    r = np.exp(np.clip(lam, -p.exp_bound, p.exp_bound))
+    if p.surrogate == SURROGATES["dro"].id:
+        return weight * (size * np.abs(t.logp) + p.p0 / 2 * lam**2)
+    if p.surrogate == SURROGATES["ratio"].id:
+        return weight * (size * r + p.p0 * np.abs(lam))
+    whole = np.abs(surrogate) * size / np.where(t.A == 0, 1.0, np.abs(t.A))
+    if p.surrogate == SURROGATES["vespo"].id:  # those of the exponent, which multiply
+        k, rate = np.where(t.A >= 0, p.p0, p.p2), np.where(t.A >= 0, p.p1, p.p3)
+        whole = whole * (1 + rate + k * np.abs(lam) + rate * r)
+    return whole
 
 
 def completion_weight(rng: np.random.Generator, p: c.Plan, n: int) -> np.ndarray:

@@ -57,17 +57,24 @@ def run(
 def oracle(monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: c.Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradient, statistics, and per completion the sums of the absolute terms of each statistic and the largest c |A|."""
     scales: list[list[float]] = []
-    own = _numpy._statistics
+    own, gather = _numpy._statistics, _numpy._gather
+    sizes: list[np.ndarray] = []  # sums of the absolute advantages of each level
+    names = ("advantages", "step_advantages", "token_advantages")
+    apart = batch._replace(**{name: None if (a := getattr(batch, name)) is None else np.abs(a) for name in names})
+
+    def gathering(batch: c.Batch, i: int, counted: Any) -> Any:
+        sizes.append(gather(apart, i, counted).A)
+        return gather(batch, i, counted)
 
     def spying(plan: c.Plan, t: Any, lam: Any, surrogate: Any, kl: Any) -> Any:
         row = own(plan, t, lam, surrogate, kl)
         n = len(lam) if plan.level == c.LEVEL_TOKEN else 1
         r = np.exp(np.clip(lam[:n], -plan.exp_bound, plan.exp_bound))
         # exp(x) - 1 - x is compared relative to its own terms and not to 1 + x + exp(x): it must be compensated
-        weighted = np.abs(t.A * (1.0 if t.weight is None else t.weight)).max()
+        weighted = np.abs(sizes[-1] * (1.0 if t.weight is None else t.weight)).max()
         scales.append(
             [
-                np.abs(surrogate * plans.condition(plan, t, lam)).sum(),
+                plans.terms(plan, t, lam, surrogate, sizes[-1]).sum(),
                 np.abs(kl).sum(),
                 np.abs(lam[:n]).sum(),
                 row[3],
@@ -79,6 +86,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch, plan: c.Plan, batch: c.Batch) -> tup
         return row
 
     monkeypatch.setattr(_numpy, "_statistics", spying)
+    monkeypatch.setattr(_numpy, "_gather", gathering)
     grad, stats = run(_numpy, plan, batch, np.float64)
     monkeypatch.undo()
     full = np.zeros((len(batch.start), len(SUMS) + 1))

@@ -110,25 +110,26 @@ SURROGATE(vespo)
     return (FN(Slopes)){-phi * a * logp, 0, -phi * a};
 }
 
-/* -stop_gradient(min(r, cap)) A logp of the tokens that are let through */
-static INLINE FN(Slopes) FN(dppo)(int through, REAL r, REAL logp, REAL a, REAL cap)
+/* -stop_gradient(min(r, cap)) A logp of the tokens with room left, which is a number as the vectors are of numbers */
+static INLINE FN(Slopes) FN(dppo)(REAL room, REAL r, REAL logp, REAL a, REAL cap)
 {
-    const REAL least = r < cap ? r : cap, w = through ? least : 0;
+    const REAL least = r < cap ? r : cap, w = room >= 0 ? least : 0;
     return (FN(Slopes)){-w * a * logp, 0, -w * a};
 }
 
-/* ... where the probability moved by no more than the bound; p: bound for A <= 0, for A > 0, cap */
+/* ... up to the bound on how far the probability moved; p: bound for A <= 0, bound for A > 0, cap */
 SURROGATE(dppo_tv)
 {
     UNUSED(lam);
     const REAL now = logp < 0 ? logp : 0, before = old_logp < 0 ? old_logp : 0;
     const REAL moved = FN(exp)(now, EXP_WIDEST).exp - FN(exp)(before, EXP_WIDEST).exp;
-    return FN(dppo)(a > 0 ? moved <= p[1] : moved >= -p[0], r, logp, a, p[2]);
+    return FN(dppo)(a > 0 ? p[1] - moved : p[0] + moved, r, logp, a, p[2]);
 }
 
-/* ... where it moved against A, or the binary KL, q (old_logp - logp) + (1 - q) log((1 - q + e) / (1 - p + e)) with e 1e-8
- * and p, q the probabilities now and before, is at most h: (1 - q + e) <= (1 - p + e) exp((h - q (old_logp - logp)) / (1 - q)),
- * both sides of which lie well inside of where exp saturates or far apart; p as above */
+/* ... up to the bound h on the binary KL, or where the probability moved against A; p as above. With q and p the
+ * probabilities before and now and e = 1e-8, q (old_logp - logp) + (1 - q) log((1 - q + e) / (1 - p + e)) <= h is
+ * (1 - q + e) <= (1 - p + e) exp((h - q (old_logp - logp)) / (1 - q)): the ratio lies within 1e-8 and 1e8, where no exp
+ * saturates, and where 1 - q is 0 only the sign of the numerator matters */
 SURROGATE(dppo_kl)
 {
     UNUSED(lam);
@@ -136,8 +137,8 @@ SURROGATE(dppo_kl)
     const FN(Exp) q = FN(exp)(before, EXP_WIDEST);
     const REAL not_p = -FN(exp)(now, EXP_WIDEST).expm1, not_q = -q.expm1, h = a > 0 ? p[1] : p[0];
     const REAL left = (h - q.exp * (old_logp - logp)) / (not_q > REAL_TINY ? not_q : REAL_TINY);
-    const int close = not_q + e <= (not_p + e) * FN(exp)(left, EXP_WIDEST).exp, against = a > 0 ? now <= before : now >= before;
-    return FN(dppo)(close | against, r, logp, a, p[2]);
+    const REAL room = (not_p + e) * FN(exp)(left, EXP_WIDEST).exp - (not_q + e), back = a > 0 ? before - now : now - before;
+    return FN(dppo)(room > back ? room : back, r, logp, a, p[2]);
 }
 
 /* -A logp + p0 / 2 lam^2 */

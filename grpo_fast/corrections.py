@@ -120,22 +120,19 @@ def importance_weights(
     options = {name: value for name, value in locals().items() if name in OPTIONS}
     old = check.log_probs("old_logp", old_logp)
     ranges = packed(token_offsets, old, "old_logp")
-    return weigh(ranges, old, sampling_logp, options, mask=mask, preset=preset, convention=convention, backend=backend)
+    return weigh(ranges, old, sampling_logp, resolve(options, convention, preset), mask=mask, backend=backend)
 
 
 def weigh(
     ranges: Ranges,
     old_logp: npt.NDArray[Any],
     sampling_logp: npt.ArrayLike,
-    options: dict[str, Any],
+    choice: Choice,
     *,
     mask: npt.ArrayLike | None,
-    preset: str | None,
-    convention: str | None,
     backend: str | None,
 ) -> tuple[npt.NDArray[Any] | None, Keep, dict[str, float]]:
     """:func:`importance_weights` on any ranges; ``old_logp`` is flat and checked."""
-    choice = resolve(options, convention, preset)
     pair = Mismatch(
         ("old_logp", "sampling_logp"),
         ranges,

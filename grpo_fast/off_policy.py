@@ -46,8 +46,9 @@ def off_policy_weights(
     Returns
     -------
     (n_completions,), or (n_tokens,) with ``advantage_level="token"``
-        Of the dtype of the log-probs, float32 for 16-bit ones. A ``token_weight`` of :func:`grpo_fast.grpo_loss` (with ``weight_level="completion"``): it multiplies the
-        surrogate and leaves denominators and KL alone. 0 on masked tokens.
+        Of the dtype of the log-probs, float32 for 16-bit ones. A ``token_weight`` of :func:`grpo_fast.grpo_loss` (with
+        ``weight_level="completion"``): it multiplies the surrogate and leaves denominators and KL alone. 0 on masked
+        tokens.
 
     Raises
     ------

@@ -86,7 +86,7 @@ def off_policy_metrics(
     >>> from grpo_fast.diagnostics import off_policy_metrics
     >>> metrics, by_position = off_policy_metrics([-1.0, -1.5, -1.0], [-1.5, -1.0, -1.0], [0, 2, 3])
     >>> metrics["kl"], round(metrics["ess_token"], 4)
-    (0.0, 0.8513)
+    (0.0, 0.8644)
     """
     old = check.log_probs("old_logp", old_logp)
     return diagnose(
@@ -147,7 +147,7 @@ def _sums(pair: Mismatch) -> dict[str, float]:
     return {
         "tokens": n,
         "unscored": s["unscored"],
-        "kl": -s["log_ratio"] / n,
+        "kl": (0.0 - s["log_ratio"]) / n,
         "k3_kl": s["k3"] / n,
         "chi2_token": s["ratio_sq"] / n - 1,
         "ess_token": s["ratio"] ** 2 / s["ratio_sq"] / n,
@@ -161,7 +161,7 @@ def _sequences(pair: Mismatch, old_logp: npt.NDArray[Any], slots: npt.NDArray[np
     filled, counts = pair.filled, pair.counts[pair.filled]
     own = old_logp[slots].astype(np.float64)
     surprise = -np.add.reduceat(own, np.cumsum(counts) - counts) / counts  # -mean log pi
-    gap = -pair["log_ratio"][filled] / counts
+    gap = (0.0 - pair["log_ratio"][filled]) / counts
     ratio = np.exp(pair.sequence_log_ratio("product")[filled])
     columns = {
         "training_ppl": _exp(surprise),
@@ -228,7 +228,7 @@ def _by_position(
     n = np.bincount(bins, minlength=len(edges)).astype(np.float64)
 
     def total(values: Double) -> Double:
-        return np.bincount(bins, weights=values, minlength=len(edges))
+        return np.bincount(bins, weights=values, minlength=len(edges)).astype(np.float64, copy=False)
 
     medians = np.full(len(edges), np.nan)
     order = np.argsort(bins, kind="stable")
@@ -239,7 +239,7 @@ def _by_position(
         return {
             "start": edges.astype(np.float64),
             "tokens": n,
-            "kl": -total(x) / n,
+            "kl": (0.0 - total(x)) / n,
             "k3_kl": total(_k3(pair, x)) / n,
             "log_ratio_abs_mean": total(np.abs(x)) / n,
             "log_ratio_abs_p50": medians,

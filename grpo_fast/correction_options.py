@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ._validate import number, one_of
+from .conventions import correction_options
 from .correction_tables import (
     BATCH_NORMALIZE,
-    CONVENTION_CORRECTIONS,
     CORRECTIONS,
     PRESETS,
     REJECTIONS,
@@ -28,17 +28,10 @@ OPTIONS = frozenset(
 _OF_MODE = ("clip_min", "clip_max", "sequence_ratio", "batch_normalize")
 
 
-def of_convention(convention: str | None) -> dict[str, Any]:
-    """What a convention sets about corrections."""
-    if convention is None:
-        return {}
-    return dict(CONVENTION_CORRECTIONS[one_of("convention", convention.partition("==")[0], CONVENTION_CORRECTIONS)])
-
-
 def resolve(options: Mapping[str, Any], convention: str | None, preset: str | None) -> Choice:
     """Explicit keyword, then preset, then convention; every explicit option is used or refused."""
     explicit = {name: value for name, value in options.items() if value is not None}
-    base = {name: value for name, value in of_convention(convention).items() if name in OPTIONS}
+    base = {name: value for name, value in correction_options(convention).items() if name in OPTIONS}
     if preset is not None:  # complete in itself: what it leaves out is off
         chosen = PRESETS[one_of("preset", preset, PRESETS)].options
         base = {name: base[name] for name in ("log_ratio_clamp", "unscored") if name in base} | chosen

@@ -160,17 +160,6 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-#: What a framework sets where nothing else does; the rest of its names are in the rows above.
-CONVENTION_CORRECTIONS: dict[str, dict[str, Any]] = {
-    "trl": {"mode": "sequence_mask", "clip_max": 3.0, "log_ratio_clamp": inf, "unscored": "one"},
-    "verl": {"clip_max": 2.0, "log_ratio_clamp": 20.0},
-    "openrlhf": {"mode": "token_truncate", "clip_min": 0.5, "clip_max": 5.0, "log_ratio_clamp": inf},
-    "nemo-rl": {"log_ratio_clamp": inf},
-    "slime": {"mode": "token_truncate", "clip_min": 0.0, "clip_max": 2.0, "log_ratio_clamp": inf, "threshold": 1e-4},
-    "areal": {"mode": "token_mask", "clip_max": 5.0, "sequence_ratio": "geometric", "log_ratio_clamp": inf},
-    "open-instruct": {"mode": "token_truncate", "clip_min": 0.0, "clip_max": 2.0, "log_ratio_clamp": inf},
-}
-
 #: What :func:`grpo_fast.importance_weights` reports, under verl's names without their prefix.
 WEIGHT_METRICS: dict[str, str] = {
     "tokens": "counted tokens",

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _validate as check
-from .correction_options import of_convention
+from .conventions import correction_options
 from .losses import Ranges
 from .mismatch import Mismatch, counted_slots, packed
 
@@ -86,7 +86,7 @@ def drifted(
 ) -> npt.NDArray[Any]:
     """:func:`off_policy_weights` on any ranges; ``logp`` is flat and checked."""
     check.one_of("advantage_level", advantage_level, ("completion", "token"))
-    threshold = of_convention(convention).get("threshold") if threshold is None else threshold
+    threshold = correction_options(convention).get("threshold") if threshold is None else threshold
     if threshold is None:
         raise ValueError("threshold: there is no usual one; pass the largest mean drift that stays, such as 0.5")
     bound = check.number("threshold", threshold, least=0.0)

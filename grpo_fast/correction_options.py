@@ -43,7 +43,7 @@ def resolve(options: Mapping[str, Any], convention: str | None, preset: str | No
             + ("" if convention is None else f" (convention={convention!r} has none of its own)")
         )
     return Choice(
-        log_ratio_clamp=_positive_or_inf("log_ratio_clamp", given.get("log_ratio_clamp", inf)),
+        log_ratio_clamp=positive_or_inf("log_ratio_clamp", given.get("log_ratio_clamp", inf)),
         unscored=one_of("unscored", given.get("unscored", "one"), UNSCORED),
         reject=_rejections(given.get("reject"), given.get("reject_threshold")),
         **_mode(mode, given, explicit),
@@ -66,7 +66,7 @@ def _mode(mode: str | None, given: Mapping[str, Any], explicit: Mapping[str, Any
             "or clip_max=np.inf for the plain ratio"
         )
     clip_min = number("clip_min", given.get("clip_min", 0.0), least=0.0)
-    clip_max = _positive_or_inf("clip_max", given.get("clip_max", inf))
+    clip_max = positive_or_inf("clip_max", given.get("clip_max", inf))
     if clip_min > clip_max:
         raise ValueError(f"clip_min: {clip_min:g} exceeds clip_max={clip_max:g}; swap them")
     sequence_ratio = None if row.sequence_ratio is None else given.get("sequence_ratio", row.sequence_ratio)
@@ -82,7 +82,8 @@ def _mode(mode: str | None, given: Mapping[str, Any], explicit: Mapping[str, Any
     }
 
 
-def _positive_or_inf(name: str, value: Any) -> float:
+def positive_or_inf(name: str, value: Any) -> float:
+    """``value`` as a float above 0, infinity included."""
     if isinstance(value, (float, np.floating)) and value == inf:
         return inf
     return number(name, value, above=0.0)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from . import _contract as c
 from . import _validate as check
 from ._contract import Double
+from .correction_options import positive_or_inf
 from .correction_tables import UNSCORED
 from .losses import Ranges
 from .mismatch import BOUND, Mismatch, packed
@@ -56,8 +57,8 @@ def off_policy_metrics(
     tails : (low, high), the ratios beyond which a token is in a tail
     position_edges : increasing integers, the first positions of the bins; the last bin has no end
     log_ratio_clamp : holds x, and the log of a completion's ratio, before exp
-        Default 20, verl's bound: one token of e^300 then does not decide about every mean. ``np.inf``: no bound but
-        that of exp.
+        Default 20, verl's bound: one token of e^300 then does not decide about every mean. ``np.inf``: 150,
+        up to which squares of ratios can be told apart.
     unscored : "one" (default) or "error", as in :func:`grpo_fast.importance_weights`
     backend : "cython", "numba" or "numpy"; None is the one in force
 
@@ -108,7 +109,7 @@ def diagnose(
     backend: str | None,
 ) -> tuple[dict[str, float], dict[str, Double]]:
     """:func:`off_policy_metrics` on any ranges; ``old_logp`` is flat and checked."""
-    clamp = 20.0 if log_ratio_clamp is None else log_ratio_clamp
+    clamp = 20.0 if log_ratio_clamp is None else positive_or_inf("log_ratio_clamp", log_ratio_clamp)
     low, high = (check.number(f"tails[{k}]", value, above=0.0) for k, value in enumerate(_pair(tails)))
     if low > high:
         raise ValueError(f"tails: the lower ratio {low:g} exceeds the upper {high:g}; swap them")
@@ -123,7 +124,7 @@ def diagnose(
         old_logp,
         sampling_logp,
         mask=mask,
-        clamp=clamp if clamp == np.inf else check.number("log_ratio_clamp", clamp, above=0.0),
+        clamp=min(clamp, BOUND / 2),  # beyond it the squares saturate and the ratios do not
         unscored=check.one_of("unscored", "one" if unscored is None else unscored, UNSCORED),
         backend=backend,
     )

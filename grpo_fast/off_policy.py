@@ -168,7 +168,7 @@ def spiky(
 ) -> npt.NDArray[Any]:
     """:func:`top_entropy_weights` on any ranges; ``entropy`` is flat and real."""
     if (quantile is None) == (threshold is None):
-        raise ValueError("quantile: pass the share that stays, or the entropy to reach as threshold, one of the two")
+        raise ValueError("quantile: either it or threshold decides, not both and not neither; pass one of the two")
     counted = None if mask is None else check.mask("mask", mask, ranges.n_slots)
     slots, _ = counted_slots(ranges, counted)
     if len(slots) == 0:

@@ -380,7 +380,7 @@ def test_weights_keep_denominators_and_rejection_shrinks_them(backend: str) -> N
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_off_policy_metrics(dtype: Any, backend: str) -> None:
-    b = ragged(11, 0.3, dtype, outliers=False)
+    b = ragged(11, 0.6, dtype, outliers=False)
     metrics, by_position = off_policy_metrics(
         b.old, b.sampling, b.offsets, mask=b.mask, position_edges=[0, 2, 10, 10000], backend=backend
     )
@@ -634,8 +634,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (off_policy_weights, {"advantages": [1.0, 2.0, 3.0]}, "advantages: expected one entry per completion"),
     (off_policy_weights, {"advantages": [1.0, NAN]}, r"advantages\[1\]=nan"),
     (off_policy_weights, {"sampling_logp": [INF, -1.0, -1.0]}, r"sampling_logp\[0\]=inf"),
-    (top_entropy_weights, {}, "quantile: pass"),
-    (top_entropy_weights, {"quantile": 0.2, "threshold": 1.0}, "quantile: pass"),
+    (top_entropy_weights, {}, "quantile: either it or threshold"),
+    (top_entropy_weights, {"quantile": 0.2, "threshold": 1.0}, "quantile: either it or threshold"),
     (top_entropy_weights, {"quantile": 1.5}, "quantile: .*between 0 and 1"),
     (top_entropy_weights, {"quantile": 0.5, "entropy": [1.0, NAN, 1.0]}, r"entropy\[1\]=nan"),
     (top_entropy_weights, {"quantile": 0.5, "mask": [0, 0, 0]}, "mask: no token counts"),

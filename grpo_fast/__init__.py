@@ -14,22 +14,34 @@ from ._info import show_info
 from ._threads import set_num_threads
 from ._version import __version__
 from .advantages import compute_grpo_advantages, group_advantages
+from .filters import informative_groups
 from .losses import LossResult, grpo_loss, kl
 from .process import process_advantages
+from .reward_kl import AdaptiveKLController, FixedKLController, kl_in_reward
 from .rollouts import Rollouts
+from .shaping import cosine_length_reward, overlong_penalty, repetition_penalty, shape_rewards, stop_properly
 
 __all__ = [
+    "AdaptiveKLController",
     "BackendUnavailable",
+    "FixedKLController",
     "LossResult",
     "Rollouts",
     "__version__",
     "compute_grpo_advantages",
+    "cosine_length_reward",
     "group_advantages",
     "grpo_loss",
+    "informative_groups",
     "kl",
+    "kl_in_reward",
+    "overlong_penalty",
     "padded",
     "process_advantages",
+    "repetition_penalty",
     "set_backend",
     "set_num_threads",
+    "shape_rewards",
     "show_info",
+    "stop_properly",
 ]

@@ -92,9 +92,7 @@ def informative_groups(
         raise ValueError(f"rewards: expected at least one per completion, got shape {array.shape}; add a column")
     groups = make_groups(len(columns), group_ids, group_offsets)
     trajectories = (
-        None
-        if trajectory_ids is None
-        else label_groups("trajectory_ids", trajectory_ids, len(columns), "completion")
+        None if trajectory_ids is None else label_groups("trajectory_ids", trajectory_ids, len(columns), "completion")
     )
     # Centred and not scaled, in float64: 0 exactly where the kernels call the group equal.
     plan = PoolPlan(scale=SCALE_NONE, singleton=SINGLETON_ZERO, ulp=check.ulp(array.dtype))

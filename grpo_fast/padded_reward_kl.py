@@ -91,7 +91,5 @@ def kl_in_reward(
 def _flat(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     array = np.ascontiguousarray(check.any_array(name, values))
     if array.shape != shape:
-        raise ValueError(
-            f"{name}: expected shape {shape} to go with old_logp, got {array.shape}; reshape or slice it"
-        )
+        raise ValueError(f"{name}: expected shape {shape} to go with old_logp, got {array.shape}; reshape or slice it")
     return array.reshape(-1)

@@ -100,15 +100,17 @@ def informative_groups(
     for column in columns.T:
         column = np.ascontiguousarray(column)
         varies |= standardize_rows(kernels, "rewards", column, groups, trajectories, trajectory_reward, plan) != 0
-    alive = np.bincount(groups.codes, weights=varies, minlength=groups.n_groups) > 0
-    alive &= _sizes(~np.isnan(columns).all(axis=1), groups, trajectories) >= least
-    keep: npt.NDArray[np.bool_] = alive[groups.codes].reshape(array.shape[:1] if not grid else array.shape)
+    scored = np.logical_not(np.isnan(columns).all(axis=1))
+    alive = np.bincount(groups.codes[varies], minlength=groups.n_groups) > 0
+    alive &= _sizes(scored, groups, trajectories) >= least
+    keep: npt.NDArray[np.bool_] = alive[groups.codes].reshape(array.shape if grid else array.shape[:1])
     return keep
 
 
-def _sizes(scored: npt.NDArray[np.bool_], groups: Groups, trajectories: Groups | None) -> npt.NDArray[np.float64]:
+def _sizes(scored: npt.NDArray[np.bool_], groups: Groups, trajectories: Groups | None) -> npt.NDArray[np.int64]:
     """Scored trajectories of each group."""
     if trajectories is not None:
-        scored = np.bincount(trajectories.codes, weights=scored, minlength=trajectories.n_groups) > 0
-        groups = trajectory_groups(trajectories, groups)
-    return np.bincount(groups.codes, weights=scored, minlength=groups.n_groups)
+        some = np.zeros(trajectories.n_groups, bool)
+        some[trajectories.codes[scored]] = True
+        scored, groups = some, trajectory_groups(trajectories, groups)
+    return np.bincount(groups.codes[scored], minlength=groups.n_groups)

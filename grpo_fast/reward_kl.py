@@ -228,7 +228,7 @@ def shape_ranges(
     if isinstance(beta, (FixedKLController, AdaptiveKLController)):
         beta = beta.beta
     coefficient = check.number("beta", beta, least=0.0)
-    options = {
+    options: dict[str, Any] = {
         "kl_estimator": check.one_of("kl_estimator", kl_estimator, KL_ESTIMATORS),
         "kl_clamp_in": kl_clamp_in,
         "kl_clamp_out": kl_clamp_out,

@@ -499,7 +499,7 @@ def _shares(
     size = np.abs(np.concatenate([plain, advantages])).max(initial=0.0) or 1.0  # squares that stay finite
     table = np.stack([plain / size, (advantages - plain) / size], axis=1)[rows] ** 2
     task, shaping = _backends.get(backend).sum_columns(np.ascontiguousarray(table)).tolist()
-    alive = [np.bincount(groups.codes, weights=a != 0, minlength=groups.n_groups) > 0 for a in (plain, advantages)]
+    alive = [np.bincount(groups.codes[a != 0], minlength=groups.n_groups) > 0 for a in (plain, advantages)]
     return {
         "shaping_share": shaping / (task + shaping) if shaping else 0.0,
         "groups_decided_by_shaping": float(np.count_nonzero(~alive[0] & alive[1])),
@@ -513,7 +513,7 @@ def _terms(terms: Any, weights: Any, shape: tuple[int, ...], policy: str) -> tup
     if named:
         rows = [(f"terms[{name!r}]", row) for name, row in terms.items()]
     else:
-        if not isinstance(terms, (list, tuple)) or (len(terms) and np.ndim(terms[0]) == 0):
+        if not isinstance(terms, (list, tuple)) or (len(terms) and np.ndim(terms[0]) < len(shape)):
             array = check.any_array("terms", terms)
             terms = array[None] if array.shape == shape else array
             if terms.ndim == 0:

@@ -15,24 +15,43 @@ from ._threads import set_num_threads
 from ._version import __version__
 from .advantages import compute_grpo_advantages, group_advantages
 from .conventions import Convention, convention
+from .corrections import importance_weights
+from .diagnostics import off_policy_metrics
+from .filters import informative_groups
 from .losses import LossResult, grpo_loss, kl
+from .off_policy import off_policy_weights, top_entropy_weights
 from .process import process_advantages
+from .reward_kl import AdaptiveKLController, FixedKLController, kl_in_reward
 from .rollouts import Rollouts
+from .shaping import cosine_length_reward, overlong_penalty, repetition_penalty, shape_rewards, stop_properly
 
 __all__ = [
+    "AdaptiveKLController",
     "BackendUnavailable",
     "Convention",
+    "FixedKLController",
     "LossResult",
     "Rollouts",
     "__version__",
     "compute_grpo_advantages",
     "convention",
+    "cosine_length_reward",
     "group_advantages",
     "grpo_loss",
+    "importance_weights",
+    "informative_groups",
     "kl",
+    "kl_in_reward",
+    "off_policy_metrics",
+    "off_policy_weights",
+    "overlong_penalty",
     "padded",
     "process_advantages",
+    "repetition_penalty",
     "set_backend",
     "set_num_threads",
+    "shape_rewards",
     "show_info",
+    "stop_properly",
+    "top_entropy_weights",
 ]

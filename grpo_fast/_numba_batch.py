@@ -13,14 +13,51 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from . import _contract as c
 from ._contract import Plan
 from ._numba_blocks import (
-    FLOWS, LAM, LANES, N_LIMITS, N_PLAN, SPARE, TILE, WHOLE, G, Limits, M, Own, R, Reduced, Source, Tokens, X,
-    add, count, count_non_finite, fill, load, load_advantages, load_block, load_log_ratio, shift, store,
+    FLOWS,
+    LAM,
+    LANES,
+    N_LIMITS,
+    N_PLAN,
+    SPARE,
+    TILE,
+    WHOLE,
+    G,
+    Limits,
+    M,
+    Own,
+    R,
+    Reduced,
+    Source,
+    Tokens,
+    X,
+    add,
+    count,
+    count_non_finite,
+    fill,
+    load,
+    load_advantages,
+    load_block,
+    load_log_ratio,
+    shift,
+    store,
 )  # fmt: skip
 from ._numba_exp import exp
 from ._numba_jit import STAMP, apart, call_loop, driver, exact_formula, inner, kernel, options, reduction
 from ._numba_loops import (
-    APPROX_KL, CLIP_HIGH, CLIP_LOW, LEAST, LOG_RATIO, MOST, NON_FINITE, RATIO, RATIO_SQ,
-    common_block, exp_stage, extremes, is_common, pre_stage,
+    APPROX_KL,
+    CLIP_HIGH,
+    CLIP_LOW,
+    LEAST,
+    LOG_RATIO,
+    MOST,
+    NON_FINITE,
+    RATIO,
+    RATIO_SQ,
+    common_block,
+    exp_stage,
+    extremes,
+    is_common,
+    pre_stage,
 )  # fmt: skip
 
 
@@ -268,7 +305,23 @@ def _make_run(stamp: str) -> Any:
             if whole:
                 _whole(plan, loops, tokens, own, weighted, row, gradient, s, wide, limits, wild)
             else:
-                _piece(plan, loops, tokens, own, alone, begin[piece], end[piece], row, gradient, s, wide, limits, wild, 0.0, 0.0)
+                _piece(
+                    plan,
+                    loops,
+                    tokens,
+                    own,
+                    alone,
+                    begin[piece],
+                    end[piece],
+                    row,
+                    gradient,
+                    s,
+                    wide,
+                    limits,
+                    wild,
+                    0.0,
+                    0.0,
+                )
 
     return run
 

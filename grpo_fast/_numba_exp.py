@@ -12,6 +12,7 @@ from numba.extending import overload
 from . import _contract as c
 from ._numba_jit import inner, options
 
+
 def _make_exp(real: Any, integer: Any, shift: int, bias: int, magic: float, log2e: str, ln2_hi: str, ln2_lo: str,
               tail: str) -> Any:  # fmt: skip
     """``(x, bound) -> (e, e - 1, e - 1 - x)`` with e = exp(x held in +-bound), the last two to full precision.

@@ -1,0 +1,95 @@
+"""The KL penalty in the reward on padded arrays, without packing them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _validate as check
+from .reward_kl import LEVELS, AdaptiveKLController, FixedKLController, shape_ranges
+
+
+def kl_in_reward(
+    rewards: npt.ArrayLike,
+    old_logp: npt.ArrayLike,
+    ref_logp: npt.ArrayLike,
+    mask: npt.ArrayLike | None = None,
+    *,
+    beta: float | FixedKLController | AdaptiveKLController,
+    kl_estimator: str = "k1",
+    kl_clamp_in: float | None = None,
+    kl_clamp_out: float | None = None,
+    level: str = "completion",
+    reward_level: str = "completion",
+    nan_policy: str | None = None,
+    n_threads: int | None = None,
+    backend: str | None = None,
+) -> tuple[npt.NDArray[Any], dict[str, float]]:
+    """:func:`grpo_fast.kl_in_reward` on padded arrays; the same numbers as on the packed ones.
+
+    Parameters
+    ----------
+    rewards : (...), or (..., L) with ``reward_level="token"``
+    old_logp, ref_logp : (..., L) floats, left or right padded
+    mask : (..., L) bool or 0/1; None counts every slot
+    beta, kl_estimator, kl_clamp_in, kl_clamp_out, level, reward_level, nan_policy, n_threads, backend
+        As in :func:`grpo_fast.kl_in_reward`.
+
+    Returns
+    -------
+    (rewards, metrics)
+        (...), or with ``level="token"`` (..., L), 0 wherever the mask is 0.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As :func:`grpo_fast.kl_in_reward`, indices counted row by row; shapes that disagree are named.
+
+    References
+    ----------
+    As :func:`grpo_fast.kl_in_reward`.
+
+    Examples
+    --------
+    >>> from grpo_fast.padded_reward_kl import kl_in_reward
+    >>> old, ref, mask = [[-1.0, -0.5], [-2.0, 0.0]], [[-1.5, -0.25], [-1.0, 0.0]], [[1, 1], [1, 0]]
+    >>> kl_in_reward([1.0, 0.0], old, ref, mask, beta=0.1)[0]
+    array([0.975, 0.1  ])
+    >>> kl_in_reward([1.0, 0.0], old, ref, mask, beta=0.1, level="token")[0]
+    array([[-0.05 ,  1.025],
+           [ 0.1  ,  0.   ]])
+    """
+    from .padded import _ranges  # which may import this module
+
+    old = check.token_matrix("old_logp", old_logp)
+    shape = old.shape
+    level = check.one_of("level", level, LEVELS)
+    of_rewards = shape if check.one_of("reward_level", reward_level, LEVELS) == "token" else shape[:-1]
+    flat_mask = None if mask is None else check.mask("mask", _flat("mask", mask, shape), old.size)
+    ranges, flat_mask = _ranges(flat_mask, shape)
+    values, metrics = shape_ranges(
+        _flat("rewards", rewards, of_rewards),
+        old.reshape(-1),
+        _flat("ref_logp", ref_logp, shape),
+        ranges,
+        beta=beta,
+        kl_estimator=kl_estimator,
+        kl_clamp_in=kl_clamp_in,
+        kl_clamp_out=kl_clamp_out,
+        mask=flat_mask,
+        level=level,
+        reward_level=reward_level,
+        nan_policy=nan_policy,
+        n_threads=n_threads,
+        backend=backend,
+    )
+    return values.reshape(shape if level == "token" else shape[:-1]), metrics
+
+
+def _flat(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    array = np.ascontiguousarray(check.any_array(name, values))
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape} to go with old_logp, got {array.shape}; reshape or slice it")
+    return array.reshape(-1)

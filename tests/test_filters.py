@@ -1,0 +1,102 @@
+"""Which groups teach anything, against a restatement with loops and against the advantages themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grpo_fast as gf
+
+
+def _keep(rewards: np.ndarray, ids: list[Any], least: int = 2) -> list[bool]:
+    columns = rewards if rewards.ndim == 2 else rewards[:, None]
+    out = []
+    for own in ids:
+        rows = columns[[name == own for name in ids]]
+        varies = any(len(set(column[~np.isnan(column)].tolist())) > 1 for column in rows.T)
+        out.append(varies and (~np.isnan(rows).all(axis=1)).sum() >= least)
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_group_is_kept_where_a_component_varies(data: Any) -> None:
+    n, k = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 3))
+    values = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), min_size=n * k, max_size=n * k))
+    ids = data.draw(st.lists(st.sampled_from("abc"), min_size=n, max_size=n))
+    least = data.draw(st.integers(2, 4))
+    rewards = np.array(values).reshape(n, k)
+    if k == 1 and data.draw(st.booleans()):
+        rewards = rewards[:, 0]
+    found = gf.informative_groups(rewards, group_ids=ids, nan_policy="exclude", min_size=least)
+    assert found.dtype == bool
+    assert found.tolist() == _keep(rewards, ids, least)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("ulps", [0, 1, 4, 5, 100])
+def test_dropped_exactly_where_advantages_are_zero(dtype: str, ulps: int, backend: str) -> None:
+    rewards = np.full(6, 1.5, dtype)
+    rewards[1] += ulps * np.finfo(dtype).eps
+    found = gf.informative_groups(rewards, group_offsets=[0, 3, 6], backend=backend)
+    advantages = gf.group_advantages(rewards, group_offsets=[0, 3, 6], backend=backend)
+    assert found.tolist() == [bool(advantages[:3].any())] * 3 + [False] * 3
+    assert found[0] == (ulps > (0 if dtype == "float16" else 4))
+
+
+def test_no_size_is_too_small_or_too_large(backend: str) -> None:
+    rewards = [5e-324, 0.0, 1e50, -1e50, 1e-300, 1.1e-300]
+    assert gf.informative_groups(rewards, group_offsets=[0, 2, 4, 6], backend=backend).all()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int64", "float16", "float32"])
+def test_any_dtype_and_a_grid(dtype: str, backend: str) -> None:
+    rewards = np.array([[1, 0, 1], [1, 1, 1], [0, 0, 0]], dtype)
+    assert gf.informative_groups(rewards, backend=backend).tolist() == [[True] * 3, [False] * 3, [False] * 3]
+
+
+def test_groups_of_one_and_of_none(backend: str) -> None:
+    assert gf.informative_groups([1.0, 1.0, 0.0], group_offsets=[0, 0, 1, 3], backend=backend).tolist() == [0, 1, 1]
+    assert gf.informative_groups([], group_offsets=[0], backend=backend).shape == (0,)
+    missing = gf.informative_groups([math.nan] * 2, group_offsets=[0, 2], nan_policy="exclude", backend=backend)
+    assert missing.tolist() == [0, 0]
+
+
+def test_smallest_group(backend: str) -> None:
+    rewards, offsets = [1.0, 0.0, 1.0, 0.0, math.nan, 1.0, 0.0, 1.0], [0, 2, 5, 8]
+    found = gf.informative_groups(rewards, group_offsets=offsets, nan_policy="exclude", min_size=3, backend=backend)
+    assert found.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_trajectories_count_once(backend: str) -> None:
+    rewards, groups, trajectories = [0.0, 1.0, 1.0, 0.0, 1.0], [0] * 5, ["a", "a", "b", "c", "c"]
+    options: dict[str, Any] = {"group_ids": groups, "trajectory_ids": trajectories, "backend": backend}
+    assert not gf.informative_groups(rewards, **options).any()  # the last rows agree
+    assert gf.informative_groups(rewards, group_ids=groups, backend=backend).all()
+    assert gf.informative_groups([0.0, 2.0, 1.0, 0.0, 1.0], trajectory_reward="sum", **options).all()
+    assert not gf.informative_groups([0.0, 2.0, 1.0, 0.0, 2.0], **options, min_size=4).any()
+    assert gf.informative_groups([0.0, 2.0, 1.0, 0.0, 2.0], **options, min_size=3).all()
+    with pytest.raises(ValueError, match=r"rewards\[0\]=0.0 and rewards\[1\]=1.0 belong to one trajectory"):
+        gf.informative_groups(rewards, trajectory_reward="error", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"rewards": [1.0, math.nan]}, r"rewards: rewards\[1\] is NaN; drop that row, or pass nan_policy='exclude'"),
+        ({"rewards": [1.0, math.inf]}, r"rewards: rewards\[1\]=inf is infinite"),
+        ({"nan_policy": "drop"}, "nan_policy: unknown 'drop'"),
+        ({"min_size": 1}, "min_size: expected an integer >= 2, got 1"),
+        ({"group_offsets": [0, 3]}, "group_offsets: must end at the number of completions"),
+        ({"rewards": np.zeros((2, 0))}, "rewards: expected at least one per completion"),
+        ({"group_offsets": None, "rewards": [[1, 0]], "trajectory_ids": [1]}, "trajectory_ids: .* one per trajectory"),
+    ],
+)
+def test_refused(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        gf.informative_groups(**{"rewards": [1.0, 0.0], "group_offsets": [0, 2], **arguments})

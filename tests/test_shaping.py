@@ -1,0 +1,369 @@
+"""Shaping terms against restatements with loops, and what terms do to advantages."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grpo_fast as gf
+from grpo_fast import shaping
+
+# ---- overlong ----------------------------------------------------------------------------------------
+
+
+def _overlong(length: int, longest: int, cache: int, form: str, factor: float) -> float:
+    start = longest - cache
+    if length <= start:
+        return 0.0
+    if form == "floored" and length > longest:
+        return -factor
+    return -factor * (length - start) / cache
+
+
+@pytest.mark.parametrize("form", shaping.OVERLONG_FORMS)
+@pytest.mark.parametrize(("longest", "cache"), [(100, 20), (7, 7), (50, 1)])
+def test_overlong_is_the_line_of_its_form(form: str, longest: int, cache: int) -> None:
+    lengths = np.arange(2 * longest)
+    found = gf.overlong_penalty(
+        lengths, max_completion_len=longest, soft_punish_cache=cache, form=form, penalty_factor=0.5
+    )
+    assert found == pytest.approx([_overlong(n, longest, cache, form, 0.5) for n in lengths.tolist()], abs=1e-15)
+    assert not np.signbit(found[found == 0]).any()
+
+
+def test_overlong_without_a_cache_is_a_step_beyond_the_maximum() -> None:
+    found = gf.overlong_penalty([[9, 10], [11, 12]], max_completion_len=10, soft_punish_cache=0, penalty_factor=2.0)
+    assert found.tolist() == [[0, 0], [-2, -2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"soft_punish_cache": 11}, "soft_punish_cache: 11 tokens do not fit into max_completion_len=10"),
+        ({"soft_punish_cache": 0, "form": "unfloored"}, "soft_punish_cache: the unfloored line has no slope"),
+        ({"form": "flored"}, "form: unknown 'flored'; did you mean 'floored'?"),
+        ({"penalty_factor": -1.0}, "penalty_factor: expected a finite number >= 0"),
+        ({"max_completion_len": 0}, "max_completion_len: expected an integer >= 1"),
+        ({"lengths": [3, -1]}, "lengths: lengths[1]=-1 is negative"),
+        ({"lengths": 3}, "lengths: expected one per completion"),
+    ],
+)
+def test_overlong_refuses(options: dict[str, Any], sentence: str) -> None:
+    arguments = {"lengths": [1], "max_completion_len": 10, "soft_punish_cache": 2, **options}
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        gf.overlong_penalty(**arguments)
+
+
+def test_lengths_that_are_no_integers() -> None:
+    with pytest.raises(TypeError, match="lengths: expected integers"):
+        gf.overlong_penalty([1.5], max_completion_len=10, soft_punish_cache=2)
+
+
+# ---- cosine ------------------------------------------------------------------------------------------
+
+
+def test_cosine_is_the_schedule_of_the_paper() -> None:
+    rng = np.random.default_rng(0)
+    lengths, correct = rng.integers(0, 90, 200), rng.integers(0, 2, 200)
+    found = gf.cosine_length_reward(
+        lengths, correct, max_len=60, min_value_wrong=-2.0, max_value_wrong=-0.1, min_value_correct=0.2, max_value_correct=3.0
+    )  # fmt: skip
+    for value, n, right in zip(found.tolist(), lengths.tolist(), correct.tolist(), strict=True):
+        at_zero, at_max = (3.0, 0.2) if right else (-2.0, -0.1)
+        wanted = at_max + (at_zero - at_max) * (1 + math.cos(math.pi * min(n, 60) / 60)) / 2
+        assert value == pytest.approx(wanted, abs=1e-14)
+
+
+def test_cosine_with_the_papers_value_at_the_limit() -> None:
+    found = gf.cosine_length_reward([99, 100, 101], [1, 1, 0], max_len=100, exceed_value=-10.0)
+    assert found[0] == pytest.approx(0.5, abs=1e-3)
+    assert found[1:].tolist() == [-10, -10]
+
+
+def test_cosine_of_what_could_not_be_verified() -> None:
+    correct = [1.0, math.nan, 0.0]
+    with pytest.raises(ValueError, match=r"correct: expected bool, or 0 and 1, but correct\[1\]=nan"):
+        gf.cosine_length_reward([0, 0, 0], correct, max_len=10)
+    found = gf.cosine_length_reward([0, 0, 0], correct, max_len=10, nan_policy="exclude")
+    assert found[[0, 2]].tolist() == [1, -1]
+    assert np.isnan(found[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"min_value_wrong": 0.0}, "min_value_wrong: 0 exceeds max_value_wrong=-0.5; swap them"),
+        ({"min_value_correct": 2.0}, "min_value_correct: 2 exceeds max_value_correct=1; swap them"),
+        ({"correct": [0, 0.5]}, "correct: expected bool, or 0 and 1, but correct[1]=0.5"),
+        ({"correct": [0]}, "correct: expected shape (2,)"),
+    ],
+)
+def test_cosine_refuses(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        gf.cosine_length_reward(**{"lengths": [1, 2], "correct": [0, 1], "max_len": 10, **options})
+
+
+# ---- stop properly -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
+def test_stop_properly_keeps_the_dtype(dtype: str) -> None:
+    rewards, truncated = np.array([[1, 1], [0, 1]], dtype), np.array([[0, 1], [1, 0]])
+    scaled = gf.stop_properly(rewards, truncated, coef=0.5)
+    replaced = gf.stop_properly(rewards, truncated, coef=-2.0)
+    assert scaled.dtype == replaced.dtype == (dtype if dtype.startswith("float") else np.float64)
+    assert scaled.tolist() == [[1, 0.5], [0, 1]]
+    assert replaced.tolist() == [[1, -2], [-2, 1]]
+    assert rewards.tolist() == [[1, 1], [0, 1]]
+
+
+def test_stop_properly_where_rewards_are_missing() -> None:
+    rewards = [math.nan, math.nan, 1.0]
+    assert gf.stop_properly(rewards[1:], [1, 0], coef=-1.0).tolist() == [-1, 1]
+    with pytest.raises(ValueError, match=r"rewards: rewards\[0\] is NaN; drop that row"):
+        gf.stop_properly(rewards, [0, 1, 0], coef=-1.0)
+    found = gf.stop_properly(rewards, [0, 1, 0], coef=-1.0, nan_policy="exclude")
+    assert np.isnan(found[0])
+    assert found[1:].tolist() == [-1, 1]
+    assert np.isnan(gf.stop_properly(rewards, [0, 1, 0], coef=0.0, nan_policy="exclude")[:2]).all()
+
+
+def test_stop_properly_refuses() -> None:
+    with pytest.raises(ValueError, match="coef: expected a number <= 1, got 1.5, which would reward truncation"):
+        gf.stop_properly([1.0], [1], coef=1.5)
+    with pytest.raises(ValueError, match=r"truncated: expected bool, or 0 and 1, but truncated\[0\]=2"):
+        gf.stop_properly([1.0], [2], coef=0.5)
+
+
+# ---- repetition --------------------------------------------------------------------------------------
+
+
+def _repetition(tokens: list[int], size: int, worst: float) -> float:
+    grams = [tuple(tokens[k : k + size]) for k in range(len(tokens) - size + 1)]
+    return worst * (1 - len(set(grams)) / len(grams)) + 0.0 if grams else 0.0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**63 - 1]), max_size=12), max_size=8),
+    st.integers(1, 9),
+    st.integers(1, 20),
+)
+def test_repetition_counts_ngrams_of_tokens(completions: list[list[int]], size: int, chunk: int) -> None:
+    ids = np.array([token for tokens in completions for token in tokens], np.int64)
+    offsets = np.cumsum([0, *map(len, completions)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shaping, "_CHUNK", chunk)
+        found = gf.repetition_penalty(ids, offsets, ngram_size=size, max_penalty=-0.5)
+    assert found.tolist() == [_repetition(tokens, size, -0.5) for tokens in completions]
+
+
+def test_repetition_where_numbers_of_ngrams_would_leave_int64() -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.choice(rng.integers(0, 2**31 - 2, 3), 4000)  # 31 bits each, 3 values: many repeats
+    offsets = np.array([0, 0, 1000, 1003, 4000])
+    for size in (2, 3, 5, 7):
+        wanted = [_repetition(ids[a:b].tolist(), size, -1.0) for a, b in zip(offsets, offsets[1:], strict=False)]
+        assert gf.repetition_penalty(ids, offsets, ngram_size=size).tolist() == wanted
+
+
+def test_repetition_offsets_may_start_later_and_masked_is_deleted() -> None:
+    ids, offsets = np.array([9, 9, 1, 2, 7, 1, 2, 5]), [2, 7, 8]
+    assert gf.repetition_penalty(ids, offsets, ngram_size=2).tolist() == [-0.25, 0]
+    mask = [1, 1, 1, 1, 0, 1, 1, 1]
+    assert gf.repetition_penalty(ids, offsets, ngram_size=2, mask=mask).tolist() == [-(1 - 2 / 3), 0]
+    without = gf.repetition_penalty(np.delete(ids, 4), [2, 6, 7], ngram_size=2)
+    assert gf.repetition_penalty(ids, offsets, ngram_size=2, mask=mask).tolist() == without.tolist()
+
+
+def test_repetition_refuses() -> None:
+    with pytest.raises(ValueError, match="max_penalty: expected a number <= 0, got 0.5"):
+        gf.repetition_penalty([1], [0, 1], max_penalty=0.5)
+    with pytest.raises(TypeError, match="token_ids: expected integers"):
+        gf.repetition_penalty([1.0], [0, 1])
+    with pytest.raises(ValueError, match="ngram_size: expected an integer >= 1"):
+        gf.repetition_penalty([1], [0, 1], ngram_size=0)
+    assert gf.repetition_penalty([], [0]).shape == (0,)
+
+
+# ---- terms and advantages ----------------------------------------------------------------------------
+
+
+def _z(values: Any, ids: list[Any], ddof: int = 0, eps: float = 0.0) -> np.ndarray:
+    """Group z-scores by loops; NaN: 0, and in no statistic."""
+    values, out = np.asarray(values, np.float64), np.zeros(len(values))
+    for group in set(ids):
+        rows = [k for k, name in enumerate(ids) if name == group and not np.isnan(values[k])]
+        own = values[rows]
+        if len(rows) > 1 and own.max() > own.min():
+            out[rows] = (own - own.mean()) / (own.std(ddof=ddof) + eps)
+    return out
+
+
+def _shape(rewards: Any, terms: Any, weights: Any, ids: list[Any], combine: str, **options: Any) -> np.ndarray:
+    rewards, terms = np.asarray(rewards, np.float64), np.array(terms, np.float64)
+    terms[:, np.isnan(rewards)] = np.nan
+    if combine == "before":
+        return _z(rewards + sum(w * np.nan_to_num(t) for w, t in zip(weights, terms, strict=True)), ids, **options)
+    total = _z(rewards, ids, **options)
+    for weight, term in zip(weights, terms, strict=True):
+        total += weight * (_z(term, ids, **options) if combine == "per_reward" else np.nan_to_num(term))
+    return total
+
+
+def _ragged(seed: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    rng = np.random.default_rng(seed)
+    ids = [f"p{k}" for k in rng.permutation(np.repeat(np.arange(8), [1, 2, 3, 4, 5, 6, 7, 8]))]
+    rewards = rng.integers(0, 3, len(ids)).astype(np.float64)
+    rewards[[name == "p3" for name in ids]] = 0.1
+    return rewards, rng.normal(size=(3, len(ids))), ids
+
+
+@pytest.mark.parametrize("combine", shaping.COMBINES)
+@pytest.mark.parametrize("missing", [False, True])
+def test_terms_enter_as_named(combine: str, missing: bool, backend: str) -> None:
+    rewards, terms, ids = _ragged(1)
+    if missing:
+        rewards[[4, 9]] = np.nan
+        terms[1, [4, 11, 12]] = np.nan
+    weights = [0.5, -1.0, 2.0]
+    found, metrics = gf.shape_rewards(
+        rewards, terms, weights=weights, combine=combine, group_ids=ids, ddof=1, eps=1e-4,
+        nan_policy="exclude" if missing else None, backend=backend,
+    )  # fmt: skip
+    wanted = _shape(rewards, terms, weights, ids, combine, ddof=1, eps=1e-4)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-13)
+    plain = _z(rewards, ids, ddof=1, eps=1e-4)
+    task, rest = (plain**2).sum(), ((wanted - plain) ** 2).sum()
+    assert metrics["shaping_share"] == pytest.approx(rest / (task + rest), rel=1e-12)
+    decided = [g for g in set(ids) if not any(plain[k] for k in range(len(ids)) if ids[k] == g)]
+    decided = [g for g in decided if any(wanted[k] for k in range(len(ids)) if ids[k] == g)]
+    assert metrics["groups_decided_by_shaping"] == len(decided) > 0
+    assert metrics["groups"] == 8
+    if missing:
+        assert (found[[4, 9]] == 0).all()
+
+
+def test_rows_in_another_order_change_no_bit(backend: str) -> None:
+    rewards, terms, ids = _ragged(2)
+    order = np.random.default_rng(3).permutation(len(ids))
+    for combine in shaping.COMBINES:
+        one, metrics = gf.shape_rewards(rewards, terms, combine=combine, group_ids=ids, backend=backend)
+        two, others = gf.shape_rewards(
+            rewards[order], terms[:, order], combine=combine, group_ids=[ids[k] for k in order], backend=backend
+        )
+        assert one[order].tolist() == two.tolist()
+        assert metrics == others
+
+
+@pytest.mark.parametrize("combine", shaping.COMBINES)
+def test_a_grid_is_groups_of_rows(combine: str) -> None:
+    rng = np.random.default_rng(4)
+    rewards, terms = rng.integers(0, 2, (3, 4)), rng.normal(size=(2, 3, 4))
+    grid, metrics = gf.shape_rewards(rewards, terms, combine=combine)
+    flat, others = gf.shape_rewards(
+        rewards.reshape(-1), terms.reshape(2, -1), combine=combine, group_offsets=[0, 4, 8, 12]
+    )
+    assert grid.reshape(-1).tolist() == flat.tolist()
+    assert metrics == others
+    single = gf.shape_rewards(rewards, terms[0], combine=combine)[0]
+    assert single.tolist() == gf.shape_rewards(rewards, terms[0].tolist(), combine=combine)[0].tolist()
+    assert single.tolist() == gf.shape_rewards(rewards, list(terms[:1]), combine=combine)[0].tolist()
+
+
+def test_names_of_terms() -> None:
+    terms = {"format": [0, 1, 0, 1], "length": [-1, 0, 0, 0]}
+    named = gf.shape_rewards([1, 0, 0, 1], terms, weights={"length": 0.5, "format": 2}, group_offsets=[0, 4])
+    listed = gf.shape_rewards([1, 0, 0, 1], list(terms.values()), weights=[2, 0.5], group_offsets=[0, 4])
+    assert named[0].tolist() == listed[0].tolist()
+
+
+@pytest.mark.parametrize("combine", shaping.COMBINES)
+def test_several_task_rewards(combine: str, backend: str) -> None:
+    rewards, terms, ids = _ragged(5)
+    columns = np.stack([rewards, terms[2]], axis=1)
+    found = gf.shape_rewards(
+        columns, terms[:2], combine=combine, reward_weights=[1.0, 0.5], group_ids=ids, backend=backend
+    )[0]
+    wanted = gf.shape_rewards(rewards + 0.5 * terms[2], terms[:2], combine=combine, group_ids=ids, backend=backend)[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("combine", shaping.COMBINES)
+@pytest.mark.parametrize("how", ["last", "sum"])
+def test_a_trajectory_counts_once(combine: str, how: str) -> None:
+    rewards, terms = np.array([0.0, 1, 0, 3, 1]), np.array([[0.1, 0.2, 0.3, 0.5, -1.0]])
+    trajectories = ["a", "a", "b", "c", "c"]
+    found, metrics = gf.shape_rewards(
+        rewards, terms, combine=combine, group_ids=[0] * 5, trajectory_ids=trajectories, trajectory_reward=how
+    )
+    reduced = {"last": ([1, 0, 1], [[0.2, 0.3, -1.0]]), "sum": ([1, 0, 4], [[0.3, 0.3, -0.5]])}[how]
+    single, others = gf.shape_rewards(*reduced, combine=combine, group_ids=[0] * 3)
+    np.testing.assert_allclose(found, single[[0, 0, 1, 2, 2]], rtol=1e-12)
+    assert metrics == pytest.approx(others, rel=1e-12)
+
+
+def test_equal_means_what_it_means_without_terms(backend: str) -> None:
+    for dtype in ("float32", "float64"):
+        rewards = np.array([0.3, 0.3], dtype)
+        rewards[1] = np.nextafter(rewards[0], 1, dtype=dtype)  # two workers, the same score
+        found, metrics = gf.shape_rewards(rewards, [[0.0, 0.0]], group_offsets=[0, 2], backend=backend)
+        assert found.tolist() == [0, 0]
+        assert metrics["groups_decided_by_shaping"] == 0
+
+
+def test_narrow_rewards_keep_small_terms() -> None:
+    found, _ = gf.shape_rewards(np.ones(4, np.float16), [[1e-4, 0, 0, 0]], group_offsets=[0, 4])
+    assert found.dtype == np.float16
+    assert found == pytest.approx([3**0.5, *[-(3**-0.5)] * 3], rel=1e-3)
+
+
+def test_no_terms_and_no_completions(backend: str) -> None:
+    for terms in ([], {}, np.zeros((0, 2))):
+        found, metrics = gf.shape_rewards([1, 0], terms, group_offsets=[0, 2], eps=0.0, backend=backend)
+        assert found.tolist() == [1, -1]
+        assert metrics["shaping_share"] == 0
+    found, metrics = gf.shape_rewards([], np.zeros((2, 0)), group_offsets=[0], backend=backend)
+    assert found.shape == (0,)
+    assert metrics == {"shaping_share": 0, "groups_decided_by_shaping": 0, "groups": 0}
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_options_are_those_of_group_advantages(baseline: str, scale: str, backend: str) -> None:
+    rewards, terms, ids = _ragged(6)
+    options: dict[str, Any] = {
+        "group_ids": ids, "baseline": baseline, "scale": scale, "eps": 0.1, "singleton": "raw", "backend": backend
+    }  # fmt: skip
+    found = gf.shape_rewards(rewards, terms[:1], weights=[0.5], **options)[0]
+    np.testing.assert_allclose(found, gf.group_advantages(rewards + 0.5 * terms[0], **options), rtol=1e-12, atol=1e-13)
+    with pytest.raises(TypeError, match="no_such_option"):
+        gf.shape_rewards(rewards, terms, no_such_option=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"combine": "befor"}, "combine: unknown 'befor'; did you mean 'before'?"),
+        ({"terms": [[1.0]]}, "terms[0]: expected shape (2,), one number per completion, got (1,)"),
+        ({"terms": {"format": [1.0]}}, "terms['format']: expected shape (2,)"),
+        ({"terms": [[0.0, math.nan]]}, "terms[0]: terms[0][1] is NaN; mend it, or pass nan_policy='exclude'"),
+        ({"terms": [[0.0, math.inf]]}, "terms[0]: terms[0][1]=inf is infinite"),
+        ({"terms": 1.0}, "terms: expected rows of shape (2,)"),
+        ({"weights": [1.0, 2.0]}, "weights: expected one entry per term (1), got 2"),
+        ({"weights": [math.nan]}, "weights: weights[0]=nan is not finite"),
+        ({"weights": {"a": 1.0}}, "weights: their names ['a'] are not those of the terms"),
+        ({"rewards": [math.nan, 1.0]}, "rewards: rewards[0] is NaN"),
+        ({"group_offsets": None}, "group_ids: neither group_ids nor group_offsets"),
+    ],
+)
+def test_shape_rewards_refuses(arguments: dict[str, Any], sentence: str) -> None:
+    given_: dict[str, Any] = {"rewards": [1.0, 0.0], "terms": [[0.0, 1.0]], "group_offsets": [0, 2], **arguments}
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        gf.shape_rewards(**given_)

@@ -73,6 +73,7 @@ ROWS: dict[str, dict[str, Any]] = {
                 **_VESPO,
             },
             "gmpo": {"epsilon": 0.4, "kl_ratio_factor": "none"},
+            "rloo": {**_SEQUENCE, "kl_ratio_factor": "none"},
         },
         "levels": {"token": {}, "sequence": {}},
         "advantages": {
@@ -88,7 +89,8 @@ ROWS: dict[str, dict[str, Any]] = {
         "corrections": {"mode": "sequence_mask", "clip_max": 3.0},
         "notes": (
             "loss_type='cispo' with the default epsilon_high caps every weight at 0.2, as TRL does; 5.0 is recommended",
-            "an empty completion, which TRL cannot hold, counts as a sequence",
+            "an empty completion, which TRL cannot hold, counts as a sequence; in gmpo, where TRL adds -A / B to the loss of "
+            "a row without counted tokens, it adds nothing (the gradients agree)",
             "divisions by gradient accumulation steps are left to the caller (num_processes takes them for dapo, cispo "
             "and vespo: num_processes * steps_per_generation / gradient_accumulation_steps)",
         ),
@@ -116,7 +118,7 @@ ROWS: dict[str, dict[str, Any]] = {
                 "kl_agg_mode": "token-mean",
             },
             "gpg": _TOKEN,
-            "gmpo": {"empty_rows": "count", "kl_agg_mode": "token-mean"},
+            "gmpo": {"empty_rows": "count", "kl_agg_mode": "token-mean", "kl_empty_rows": "exclude"},
             "dppo_tv": {**_TOKEN, "delta": 3.0},
             "dppo_kl": {**_TOKEN, "delta": 3.0},
             "dro": {**_TOKEN, "log_ratio_clamp": None},

@@ -93,6 +93,7 @@ def grpo_loss(
     kl_clamp_in: float | None = None,
     kl_clamp_out: float | None = None,
     kl_agg_mode: str | None = None,
+    kl_empty_rows: str | None = None,
     num_items_in_batch: float | None = None,
     num_processes: float | None = None,
     num_sequences: float | None = None,
@@ -168,7 +169,7 @@ def grpo_loss(
     kl_estimator : "k1", "k2", "k3" (default) or "abs"; a trailing "+" keeps its value with k2's gradient
     kl_ratio_factor : "none" (default), "ratio" (differentiated) or "ratio_detached"
     kl_clamp_in, kl_clamp_out : bounds on |ref_logp - logp| and on the value; no gradient outside
-    kl_agg_mode : an aggregation of the KL term's own
+    kl_agg_mode, kl_empty_rows : an aggregation of the KL term's own, and which rows that one counts
     empty_rows : "count" (default) or "exclude"
         Whether a completion without counted tokens is one of the sequences that are counted where
         ``num_sequences`` is not given.

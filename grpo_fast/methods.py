@@ -30,7 +30,7 @@ BETA_WITH_REFERENCE = 0.04  # DeepSeekMath, arXiv:2402.03300 section 4.2
 
 #: The keywords that choose a loss; :func:`grpo_fast.grpo_loss` explains them.
 OPTIONS = frozenset(OPTION_BOUNDS) | {
-    "importance_sampling_level", "loss_agg_mode", "kl_agg_mode", "empty_rows", "cispo_bound", "kl_estimator",
+    "importance_sampling_level", "loss_agg_mode", "kl_agg_mode", "empty_rows", "kl_empty_rows", "cispo_bound", "kl_estimator",
     "kl_ratio_factor", "seed", "selected", "loss_params",
 }  # fmt: skip
 
@@ -219,7 +219,7 @@ def _level(loss_type: str, method: Method, given: _Given) -> dict[str, Any]:
 
 
 def _kl(given: _Given, has_reference: bool) -> dict[str, Any]:
-    names = ("kl_estimator", "kl_ratio_factor", "kl_clamp_in", "kl_clamp_out", "kl_agg_mode")
+    names = ("kl_estimator", "kl_ratio_factor", "kl_clamp_in", "kl_clamp_out", "kl_agg_mode", "kl_empty_rows")
     if not has_reference:
         beta = given.explicit.pop("beta", 0.0)
         if beta > 0:
@@ -229,7 +229,7 @@ def _kl(given: _Given, has_reference: bool) -> dict[str, Any]:
                 raise ValueError(f"{name}: there is no ref_logp to compare with; pass it, or leave {name} out")
         return {}
     beta = given.one("beta", BETA_WITH_REFERENCE)
-    options = given.take(names[:-1])
+    options = given.take(names[:4])
     estimator = one_of(
         "kl_estimator", options.get("kl_estimator", "k3"), [*KL_ESTIMATORS, *(f"{k}+" for k in KL_ESTIMATORS)]
     )
@@ -276,6 +276,10 @@ def _aggregations(
         one_of("kl_agg_mode", kl_name, AGGREGATIONS)
     own = method.denominators if name == method.aggregation and explicit is None else None
     takes = AGGREGATIONS[name].denominators if own is None else own
+    asked = "kl_empty_rows" in given.explicit
+    kl_empty_rows = given.one("kl_empty_rows") if has_reference else None
+    if kl_empty_rows is not None and kl_name is None:
+        kl_name = name
     kl_takes = AGGREGATIONS[kl_name].denominators if kl_name else ()
     given_denominators = given.take(dict.fromkeys([*takes, *kl_takes]))
     what = f"loss_agg_mode={name!r}" if explicit else f"loss_type={loss_type!r}"
@@ -285,12 +289,17 @@ def _aggregations(
                 f"{other}: {what} does not divide by it; leave it out"
                 + (f", it takes {', '.join(takes)}" if takes else "")
             )
-    weighings = [
-        _weighing(mode, {k: v for k, v in given_denominators.items() if k in allowed}, what, width)
-        for mode, allowed in ((name, takes), (kl_name, kl_takes))
-        if mode is not None
-    ]
-    return weighings[0], weighings[1] if len(weighings) == 2 and weighings[1] != weighings[0] else None
+    own_denominators = {k: v for k, v in given_denominators.items() if k in takes}
+    weighing = _weighing(name, own_denominators, what, width)
+    if kl_name is None:
+        return weighing, None
+    kl_denominators = {k: v for k, v in given_denominators.items() if k in kl_takes}
+    if "empty_rows" not in kl_takes and asked:
+        raise ValueError(f"kl_empty_rows: kl_agg_mode={kl_name!r} counts no sequences; leave it out")
+    if "empty_rows" in kl_takes and kl_empty_rows is not None:
+        kl_denominators["empty_rows"] = kl_empty_rows
+    kl_weighing = _weighing(kl_name, kl_denominators, f"kl_agg_mode={kl_name!r}", width)
+    return weighing, None if kl_weighing == weighing else kl_weighing
 
 
 def _weighing(name: str, denominators: dict[str, Any], what: str, width: int | None) -> Weighing:

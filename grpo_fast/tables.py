@@ -240,6 +240,13 @@ METHODS: dict[str, Method] = {
     "luspo": Method(
         "clip", "seq-mean-token-sum", "arXiv:2602.05261; TRL 1.16.0 loss_type='luspo'", levels=("sequence", "token")
     ),
+    "rloo": Method(
+        "clip",
+        "seq-mean-token-mean",
+        "arXiv:2402.14740; TRL 1.16.0 RLOOTrainer._compute_loss",
+        levels=("sequence",),
+        plan={"reduce": c.REDUCE_SUM},
+    ),
     "gmpo": Method(
         "log_clip",
         "seq-mean-token-mean",

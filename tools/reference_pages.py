@@ -1,0 +1,139 @@
+"""Writes docs/methods.md and docs/conventions.md from the tables; ``--check`` fails where they are behind."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_fast import correction_tables, tables
+from grpo_fast.conventions import CONVENTIONS, Convention
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    lines = [list(head), *[[str(cell) for cell in row] for row in rows]]
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def code(values: Iterable[object]) -> str:
+    return ", ".join(f"`{value}`" for value in values) or "–"
+
+
+def methods() -> str:
+    parts = [
+        "# Names\n\nEvery name the library knows, generated from `grpo_fast.tables` and `grpo_fast.correction_tables`."
+    ]
+    parts += ["## Losses: `loss_type`", table(
+        ["loss_type", "surrogate", "levels", "aggregation", "source"],
+        ([f"`{name}`", f"`{row.surrogate}`" + (f", then `{row.selection}`" if row.selection else ""), code(row.levels),
+          f"`{row.aggregation}`", row.source] for name, row in tables.METHODS.items()))]  # fmt: skip
+    parts += ["## Surrogates", "r = exp(lam), lam the log-ratio at the level; A the advantage.", table(
+        ["surrogate", "value", "options", "source"],
+        ([f"`{name}`", f"`{row.formula}`", code(row.options), row.source] for name, row in tables.SURROGATES.items()))]  # fmt: skip
+    parts += ["## Selections", table(
+        ["selection", "what it changes", "options", "source"],
+        ([f"`{name}`", row.formula, code(row.options), row.source] for name, row in tables.SELECTIONS.items()))]  # fmt: skip
+    parts += ["## Aggregations: `loss_agg_mode`, `kl_agg_mode`", table(
+        ["aggregation", "formula", "denominators", "source"],
+        ([f"`{name}`", row.formula, code(row.denominators), row.source] for name, row in tables.AGGREGATIONS.items()))]  # fmt: skip
+    parts += ["## KL estimators: `kl_estimator`", "d = ref_logp - logp. A trailing `+` keeps the value with the slope of k2.", table(
+        ["estimator", "value", "slope in logp", "source"],
+        ([f"`{name}`", f"`{row.formula}`", f"`{row.slope}`", row.source] for name, row in tables.KL_ESTIMATORS.items()))]  # fmt: skip
+    parts += ["## Baselines, scales and estimators of `group_advantages`"]
+    for title, rows in (("baseline", tables.BASELINES), ("scale", tables.SCALES), ("estimator", tables.ESTIMATORS)):
+        parts.append(
+            table([title, "formula", "source"], ([f"`{n}`", f"`{r.formula}`", r.source] for n, r in rows.items()))
+        )
+    parts += ["## Corrections"]
+    for name, rows in named_tables(correction_tables):
+        fields = [field for field in next(iter(rows.values())).__dataclass_fields__ if field != "id"]
+        parts.append(table([name.lower(), *fields], (
+            [f"`{key}`", *(show(getattr(row, field)) for field in fields)] for key, row in rows.items())))  # fmt: skip
+    parts += ["## Metrics of the loss", table(
+        ["metric", "what"], ([f"`{n}`", text] for n, text in {**tables.METRICS, **tables.EXTRA_METRICS}.items()))]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def named_tables(module: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    for name, value in vars(module).items():
+        if name.isupper() and isinstance(value, dict) and value:
+            if hasattr(next(iter(value.values())), "__dataclass_fields__"):
+                yield name, value
+
+
+def show(value: object) -> str:
+    if isinstance(value, Mapping):
+        return options(value)
+    if isinstance(value, (tuple, list)):
+        return code(value)
+    return str(value)
+
+
+def options(values: Mapping[str, Any]) -> str:
+    shown = {k: v for k, v in values.items() if v is not None and k != "levels"}
+    return "<br>".join(f"`{k}={v!r}`" for k, v in shown.items()) or "–"
+
+
+def convention(row: Convention) -> str:
+    parts = [f"## {row.name}", f"Version {row.version}, *{row.checked}*: {row.source}."]
+    by_method = {name: row.loss_options(name) for name in row.methods}
+    shared = {
+        k: v for k, v in by_method[row.loss_type].items() if all(o.get(k, _ABSENT) == v for o in by_method.values())
+    }
+    parts.append(table(["what", "sets"], [
+        ["every loss", options(shared)],
+        *([f"`{name}`" + (" (its default)" if name == row.loss_type else ""),
+           options({k: v for k, v in by_method[name].items() if shared.get(k, _ABSENT) != v})] for name in row.methods),
+        *([f"at level `{level}`", options(o)] for level, o in row.levels.items() if o),
+        *([f"with KL `{name}`", options(o)] for name, o in row.kl.items()),
+        ["advantages", options(row.advantages)],
+        *([f"estimator `{name}`", options(o)] for name, o in row.estimators.items() if o),
+        ["`importance_weights`", options(row.corrections)],
+    ]))  # fmt: skip
+    if row.notes:
+        parts.append("Differences and what they come from:\n\n" + "\n".join(f"- {note}" for note in row.notes))
+    return "\n\n".join(parts)
+
+
+_ABSENT = object()
+
+
+def conventions() -> str:
+    intro = (
+        "# Conventions\n\nWhat `convention=` sets, generated from `grpo_fast.convention_rows`. An explicit keyword beats the "
+        "convention, the convention beats the default; a loss type that is given keeps its own aggregation. "
+        "*executed*: the framework's own functions gave the same numbers ([parity](parity.md)); *read*: its source was read. "
+        "`gf.explain(a, b)` shows two of them side by side on a small batch."
+    )
+    summary = table(
+        ["convention", "version", "checked", "default loss", "advantages"],
+        ([f"[`{r.name}`](#{r.name})", r.version, r.checked, f"`{r.loss_type}`", code(f"{k}={v}" for k, v in r.advantages.items())]
+         for r in CONVENTIONS.values()))  # fmt: skip
+    return "\n\n".join([intro, summary, *map(convention, CONVENTIONS.values())]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    behind = []
+    for name, text in (("methods.md", methods()), ("conventions.md", conventions())):
+        path = DOCS / name
+        if check and (not path.is_file() or path.read_text(encoding="utf-8") != text):
+            behind.append(name)
+        elif not check:
+            DOCS.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    if behind:
+        print(f"docs/{', docs/'.join(behind)}: not what the tables say; run python tools/reference_pages.py")
+    return 1 if behind else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -77,6 +77,7 @@ def extensions() -> list[Extension]:
         "isa.inc.h",
         "formulas.inc.h",
         "blocks.inc.h",
+        "tokens.inc.h",
         "fused.inc.h",
         "native.h",
         "pools.h",

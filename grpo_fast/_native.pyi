@@ -19,6 +19,73 @@ def expand_steps(
     base: Double | None,
     out: Real,
 ) -> None: ...
+def token_gae(
+    rewards: Real | None,
+    final: Double | None,
+    values: Real | None,
+    mask: NDArray[np.uint8] | None,
+    start: Int,
+    stop: Int,
+    gamma: float,
+    lam: float,
+    out: Real,
+    n_threads: int = 1,
+) -> None: ...
+def token_moments(
+    values: Real,
+    mask: NDArray[np.uint8] | None,
+    start: Int,
+    stop: Int,
+    centre: float,
+    out: Double,
+    n_threads: int = 1,
+) -> None: ...
+def token_affine(
+    values: Real,
+    mask: NDArray[np.uint8] | None,
+    start: Int,
+    stop: Int,
+    shift: float,
+    scale: float,
+    out: Real,
+    n_threads: int = 1,
+) -> None: ...
+def mismatch(
+    a: Real,
+    b: Real,
+    mask: NDArray[np.uint8] | None,
+    start: Int,
+    stop: Int,
+    clamp: float,
+    out: Double,
+    n_threads: int = 1,
+) -> None: ...
+def mismatch_weights(
+    a: Real,
+    b: Real,
+    mask: NDArray[np.uint8] | None,
+    start: Int,
+    stop: Int,
+    clamp: float,
+    low: float,
+    high: float,
+    outside: int,
+    out: Real,
+    n_threads: int = 1,
+) -> None: ...
+def mismatch_keep(
+    a: Real,
+    b: Real,
+    mask: NDArray[np.uint8] | None,
+    start: Int,
+    stop: Int,
+    clamp: float,
+    statistic: int,
+    low: float,
+    high: float,
+    keep: NDArray[np.uint8],
+    n_threads: int = 1,
+) -> None: ...
 def isas() -> list[str]: ...
 def isa() -> str: ...
 def select_isa(name: str) -> None: ...

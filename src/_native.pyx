@@ -38,6 +38,25 @@ cdef extern from "native.h" nogil:
         void *grad
         int grad_is_double
         double *stats
+    enum:
+        TOKEN_GAE
+        TOKEN_MOMENTS
+        TOKEN_AFFINE
+        TOKEN_MISMATCH
+        TOKEN_WEIGHTS
+        TOKEN_KEEP
+    ctypedef struct TokenCall:
+        int64_t n_completions
+        const int64_t *start
+        const int64_t *stop
+        const uint8_t *mask
+        Tokens a, b
+        const double *final
+        double gamma, lam, centre, shift, scale, clamp, low, high
+        int choice
+        void *out
+        int out_is_double
+    void grpo_tokens(int kind, const TokenCall *call, int n_threads)
     void grpo_policy_loss(const Plan *plan, const Batch *batch, int n_threads)
     int grpo_n_isas()
     const char *grpo_isa_name(int k)
@@ -204,6 +223,71 @@ def expand_steps(const double[::1] step_values, const int64_t[::1] step_offsets,
         return
     with nogil:
         grpo_expand_steps(values, &step_offsets[0], ends, &start[0], &stop[0], start.shape[0], own, to, is_double)
+
+
+cdef TokenCall _token_call(a, b, const uint8_t[::1] mask, const int64_t[::1] start, const int64_t[::1] stop):
+    cdef TokenCall call
+    call.n_completions = start.shape[0]
+    call.start, call.stop, call.mask = _integers(start), _integers(stop), _bytes(mask)
+    call.a, call.b = _tokens(a), _tokens(b)
+    call.final, call.out, call.out_is_double, call.choice = NULL, NULL, 0, 0
+    call.gamma = call.lam = call.centre = call.shift = call.scale = call.clamp = call.low = call.high = 0
+    return call
+
+
+cdef void _run(int kind, const TokenCall *call, int n_threads):
+    if call.out != NULL:
+        with nogil:
+            grpo_tokens(kind, call, n_threads)
+
+
+def token_gae(rewards, const double[::1] final, values, mask, start, stop, double gamma, double lam, out, int n_threads=1):
+    """Generalised advantages of tokens; see ``grpo_fast._contract``."""
+    cdef TokenCall call = _token_call(rewards, values, mask, start, stop)
+    call.final, call.gamma, call.lam = _doubles(final), gamma, lam
+    call.out = _writable(out, &call.out_is_double)
+    _run(TOKEN_GAE, &call, n_threads)
+
+
+def token_moments(values, mask, start, stop, double centre, double[:, ::1] out, int n_threads=1):
+    """Counted tokens of each completion, and the sums of their distances from the centre and of the squares."""
+    cdef TokenCall call = _token_call(values, None, mask, start, stop)
+    call.centre = centre
+    call.out = &out[0, 0] if out.shape[0] else NULL
+    _run(TOKEN_MOMENTS, &call, n_threads)
+
+
+def token_affine(values, mask, start, stop, double shift, double scale, out, int n_threads=1):
+    """(value - shift) * scale, 0 on masked tokens."""
+    cdef TokenCall call = _token_call(values, None, mask, start, stop)
+    call.shift, call.scale = shift, scale
+    call.out = _writable(out, &call.out_is_double)
+    _run(TOKEN_AFFINE, &call, n_threads)
+
+
+def mismatch(a, b, mask, start, stop, double clamp, double[:, ::1] out, int n_threads=1):
+    """How far two log-probs of the same tokens are apart; see ``grpo_fast._contract.MISMATCH``."""
+    cdef TokenCall call = _token_call(a, b, mask, start, stop)
+    call.clamp = clamp
+    call.out = &out[0, 0] if out.shape[0] else NULL
+    _run(TOKEN_MISMATCH, &call, n_threads)
+
+
+def mismatch_weights(a, b, mask, start, stop, double clamp, double low, double high, int outside, out, int n_threads=1):
+    """The ratio of every token, held in bounds or 0 outside of them."""
+    cdef TokenCall call = _token_call(a, b, mask, start, stop)
+    call.clamp, call.low, call.high, call.choice = clamp, low, high, outside
+    call.out = _writable(out, &call.out_is_double)
+    _run(TOKEN_WEIGHTS, &call, n_threads)
+
+
+def mismatch_keep(a, b, mask, start, stop, double clamp, int statistic, double low, double high, uint8_t[::1] keep,
+                  int n_threads=1):
+    """1 where a token counts and its statistic lies within the bounds."""
+    cdef TokenCall call = _token_call(a, b, mask, start, stop)
+    call.clamp, call.low, call.high, call.choice = clamp, low, high, statistic
+    call.out = &keep[0] if keep.shape[0] else NULL
+    _run(TOKEN_KEEP, &call, n_threads)
 
 
 def isas():

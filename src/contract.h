@@ -72,6 +72,32 @@ typedef struct {
     int saturated; /* a gradient was stored as the largest float32, so that nothing can be added to it any more */
 } Sums;
 
+/* ---- tokens without a loss ---- */
+
+enum { TOKEN_GAE, TOKEN_MOMENTS, TOKEN_AFFINE, TOKEN_MISMATCH, TOKEN_WEIGHTS, TOKEN_KEEP, N_TOKEN_KINDS };
+enum { OUTSIDE_CLIP, OUTSIDE_ZERO };
+enum { STATISTIC_LOG_RATIO = 1, STATISTIC_K2, STATISTIC_K3 };
+enum {
+    MISMATCH_TOKENS, MISMATCH_UNSCORED, MISMATCH_LOG_RATIO, MISMATCH_LOG_RATIO_ABS, MISMATCH_LOG_RATIO_MIN, MISMATCH_LOG_RATIO_MAX,
+    MISMATCH_RATIO, MISMATCH_RATIO_SQ, MISMATCH_K2, MISMATCH_K2_MAX, MISMATCH_K3, MISMATCH_K3_MAX, MISMATCH_NON_FINITE, N_MISMATCH
+};
+
+/* One call of any kind; what a kind does not take is not looked at. */
+typedef struct {
+    int64_t n_completions;
+    const int64_t *start, *stop;
+    const uint8_t *mask;
+    Tokens a, b;         /* rewards and values; values; the two log-probs */
+    const double *final; /* gae: (n_completions,), or NULL */
+    double gamma, lam;
+    double centre, shift, scale;
+    double clamp, low, high;
+    int choice;          /* OUTSIDE_ or STATISTIC_ */
+    void *out;           /* per token, or (n_completions, columns) of double; keep: bytes */
+    int out_is_double;
+} TokenCall;
+
+#define EXP_BOUND 300.0 /* of these */
 #define LARGEST 1e50 /* of log-probs, advantages and weights that count */
 #define BLOCK 256   /* tokens whose intermediate values stay in L1; float32 sums are flushed after each */
 #define CHUNK 16384 /* tokens after which a completion may go on on another core */

@@ -30,6 +30,7 @@ typedef struct {
     void (*finish)(const Plan *, const Batch *, int64_t, const Shared *, int64_t, int64_t);
     void (*main_f64)(const Plan *, const Batch *, int64_t, const Shared *, int64_t, int64_t, Sums *);
     void (*main_f32)(const Plan *, const Batch *, int64_t, const Shared *, int64_t, int64_t, Sums *);
+    void (*tokens[N_TOKEN_KINDS])(const TokenCall *, int64_t);
 } Loops;
 
 #define ISA base

@@ -27,6 +27,7 @@
     + r * 7.6482264426699210e-13)))))))))))))
 #include "formulas.inc.h"
 #include "blocks.inc.h"
+#include "tokens.inc.h"
 #undef REAL
 #undef ABS
 #undef REAL_IS_DOUBLE
@@ -99,6 +100,8 @@
 
 static const Loops PASTE(loops, ISA, all) = {
     PASTE(reduce_chunk, ISA, f64), PASTE(finish_chunk, ISA, f64), PASTE(main_chunk, ISA, f64), PASTE(main_chunk, ISA, f32),
+    {PASTE(gae, ISA, f64), PASTE(moments, ISA, f64), PASTE(affine, ISA, f64), PASTE(mismatch, ISA, f64),
+     PASTE(mismatch_weights, ISA, f64), PASTE(mismatch_keep, ISA, f64)}, /* by TOKEN_ kind */
 };
 #undef PASTE
 #undef PASTE_

@@ -205,3 +205,20 @@ void grpo_policy_loss(const Plan *plan, const Batch *batch, int n_threads)
         }
     grpo_parallel(completion_task, &call, batch->n_completions, n_threads);
 }
+
+typedef struct {
+    void (*loop)(const TokenCall *, int64_t);
+    const TokenCall *call;
+} TokenJob;
+
+static void token_task(void *context, int64_t i)
+{
+    const TokenJob *job = context;
+    job->loop(job->call, i);
+}
+
+void grpo_tokens(int kind, const TokenCall *call, int n_threads)
+{
+    TokenJob job = {ISAS[grpo_isa()].loops->tokens[kind], call};
+    grpo_parallel(token_task, &job, call->n_completions, n_threads);
+}

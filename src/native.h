@@ -5,6 +5,7 @@
 #include "contract.h"
 
 void grpo_policy_loss(const Plan *plan, const Batch *batch, int n_threads);
+void grpo_tokens(int kind, const TokenCall *call, int n_threads); /* a TOKEN_ kind */
 
 int grpo_n_isas(void);
 const char *grpo_isa_name(int k);

@@ -410,7 +410,6 @@ ESTIMATORS: dict[str, Estimator] = {
         "either",
         ("scale", "ddof", "eps", "singleton", "whiten"),
         defaults={"whiten": "batch", "scale": "group"},
-        conventions={"trl": {"scale": "group"}, "verl": {"scale": "group"}, "nemo-rl": {"scale": "group"}},
     ),
     "reinforce_plus_plus_baseline": Estimator(
         "r - mean, whitened over the tokens of the batch",

@@ -216,14 +216,14 @@ def group_advantages(
     ...     token_rewards=[0.0, 0.0, 1.0], mask=[1, 0, 1], token_offsets=[0, 3])
     array([0.5, 0. , 1. ])
     """
-    of_tokens = {
+    given = {
         "token_rewards": token_rewards,
         "values": values,
         "old_logp": old_logp,
         "sum_pi_squared": sum_pi_squared,
         "token_weight": token_weight,
     }
-    of_tokens = {name: check.any_array(name, array) for name, array in of_tokens.items() if array is not None}
+    of_tokens = {name: check.any_array(name, array) for name, array in given.items() if array is not None}
     arrays = {"lengths": lengths, "baseline_rewards": baseline_rewards}
     o = est.resolve(
         estimator,
@@ -401,7 +401,7 @@ class _Join(NamedTuple):
 
     def lengths(self, values: Double) -> Double:
         t = self.trajectories
-        return values if t is None else np.bincount(t.codes, weights=values, minlength=t.n_groups)
+        return values if t is None else np.bincount(t.codes, weights=values, minlength=t.n_groups).astype(np.float64)
 
     def rows(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values if self.trajectories is None else values[self.trajectories.codes]
@@ -455,7 +455,7 @@ def _load(
     for name, given in of_tokens.items():
         array = check.real(name, given)
         check.length(name, array, tokens.n_slots, "token")
-        array = np.require(array, wide if name != "old_logp" else np.float64, ["C", "A"])
+        array = np.require(array, wide, ["C", "A"])
         bad = ~check.usable(array)
         if tokens.mask is not None:
             bad &= tokens.mask != 0
@@ -527,28 +527,28 @@ def _along(
     dtype: np.dtype[Any],
 ) -> npt.NDArray[Any]:
     """One number per slot, from returns."""
-    wide = np.float32 if dtype == np.float32 and "old_logp" not in loaded else np.float64
-    out: Real = np.zeros(tokens.n_slots, wide)
     rewards = loaded.get("token_rewards")
     final = None if scores is None else np.nan_to_num(scores, nan=0.0)
     if "old_logp" in loaded:
-        rewards = None if rewards is None else rewards.astype(np.float64)
-        est.returns(kernels, rewards, final, None, tokens, o, out)
+        to_go = np.zeros(tokens.n_slots)
+        est.returns(kernels, None if rewards is None else rewards.astype(np.float64), final, None, tokens, o, to_go)
         with np.errstate(over="ignore", invalid="ignore"):
-            energy = 1 - 2 * np.exp(loaded["old_logp"]) + loaded["sum_pi_squared"]
+            energy = 1 - 2 * np.exp(loaded["old_logp"].astype(np.float64)) + loaded["sum_pi_squared"]
             if "token_weight" in loaded:
                 energy = energy * loaded["token_weight"].astype(np.float64) ** 2
         if o.singleton == "error":
-            order, offsets = members(groups.codes, groups.n_groups)
-            _refuse_singletons(order, offsets, None)
-        est.optimal_token_baseline(kernels, out, energy, tokens, groups, o)
-    else:
-        est.returns(kernels, rewards, final, loaded.get("values"), tokens, o, out)
-        if compared is not None:
-            out -= est.expand(kernels, compared, tokens, out.dtype)
-        if o.whiten == "batch":
-            est.whiten_tokens(kernels, out, tokens, o.ddof)
-    return check.narrow(out, dtype) if out.dtype != dtype else out
+            est.refuse_singletons(
+                est.make_units(np.zeros(len(groups.codes)), groups, np.arange(len(groups.codes)), 0.0)
+            )
+        est.optimal_token_baseline(kernels, to_go, energy, tokens, groups, o)
+        return check.narrow(to_go, dtype)
+    out: Real = np.zeros(tokens.n_slots, np.float32 if dtype == np.float32 else np.float64)
+    est.returns(kernels, rewards, final, loaded.get("values"), tokens, o, out)
+    if compared is not None:
+        out -= est.expand(kernels, compared, tokens, out.dtype)
+    if o.whiten == "batch":
+        est.whiten_tokens(kernels, out, tokens, o.ddof)
+    return out if out.dtype == dtype else check.narrow(out.astype(np.float64), dtype)
 
 
 def rewards_array(name: str, rewards: npt.ArrayLike) -> npt.NDArray[Any]:

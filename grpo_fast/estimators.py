@@ -239,7 +239,7 @@ def outcome(kernels: Any, units: Units, o: Options, lengths: Double | None, comp
     special = {"grpo_passk": _top_two, "pkpo": _pkpo, "max_rl": _max_rl}
     if o.estimator in special:
         advantages = special[o.estimator](units, o)
-    elif o.estimator == "remax":
+    elif o.estimator == "remax" and compared is not None:
         advantages = np.where(np.isnan(units.values), 0.0, units.values - compared)
     else:
         advantages = centred(kernels, units, o, lengths)
@@ -566,7 +566,7 @@ def expand(kernels: Any, values: Double, tokens: Tokens, dtype: np.dtype[Any]) -
     kernels.expand_steps(np.zeros(0), np.zeros(n + 1, np.int64), none, tokens.start, tokens.stop, values, out)
     if tokens.mask is not None:
         out[tokens.mask == 0] = 0
-    return check.narrow(out, dtype) if out.dtype != dtype else out
+    return out if out.dtype == dtype else check.narrow(out, dtype)
 
 
 def whiten_rows(kernels: Any, values: Double, counts: Int, ddof: int) -> Double:

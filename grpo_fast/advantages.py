@@ -533,7 +533,9 @@ def _along(
         to_go = np.zeros(tokens.n_slots)
         est.returns(kernels, None if rewards is None else rewards.astype(np.float64), final, None, tokens, o, to_go)
         with np.errstate(over="ignore", invalid="ignore"):
-            energy = 1 - 2 * np.exp(loaded["old_logp"].astype(np.float64)) + loaded["sum_pi_squared"]
+            energy: Double = (
+                1 - 2 * np.exp(loaded["old_logp"].astype(np.float64)) + loaded["sum_pi_squared"].astype(float)
+            )
             if "token_weight" in loaded:
                 energy = energy * loaded["token_weight"].astype(np.float64) ** 2
         if o.singleton == "error":

@@ -484,8 +484,8 @@ def _pkpo_of_group(g: Double, k: int, baseline: str) -> Double:
     if baseline == "leave_one_out":
         others = np.array([np.delete(g, i) @ _subsets_that_end(n - 1, k) for i in range(n)])
         result -= others * k / (n - 1)
-    same = np.searchsorted(g, g)  # of equal rewards, all get what the first gets
-    return result[same]
+    of_equal: Double = result[np.searchsorted(g, g)]  # all get what the first of them gets
+    return of_equal
 
 
 def _subsets_that_end(n: int, k: int) -> Double:
@@ -646,7 +646,7 @@ def optimal_token_baseline(
         baseline[order] = np.repeat(mean, np.diff(heads, append=len(order)))
     if o.handle_zero_tail:
         longest, second = _two_longest(counts, groups)
-        unique = counts == longest[groups.codes]
+        unique = (counts == longest[groups.codes]) & (longest > second)[groups.codes]
         baseline[unique[owner] & (position >= second[groups.codes][owner])] = 0.0
     single = size[groups.codes[owner]] == 1
     baseline[single] = 0.0 if o.singleton == "raw" else reward[single]
@@ -654,7 +654,7 @@ def optimal_token_baseline(
 
 
 def _two_longest(counts: Int, groups: Groups) -> tuple[Int, Int]:
-    """Of every group; the two are the same where the longest is not alone."""
+    """Counts of the longest and the second longest completion of every group."""
     order = np.lexsort((counts, groups.codes))
     sizes = np.bincount(groups.codes, minlength=groups.n_groups)
     last = np.cumsum(sizes) - 1

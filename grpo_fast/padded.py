@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _backends
+from . import _backends, process
 from . import _validate as check
 from . import advantages as adv
 from . import estimators as est
-from . import process
 from .losses import LossResult, Ranges, evaluate
 from .methods import OPTIONS
 

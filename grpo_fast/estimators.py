@@ -26,6 +26,7 @@ from .tables import (
     NAN_POLICIES,
     NORMALIZE_ADVANTAGES,
     OUTSIDE,
+    PKPO_BASELINES,
     SCALES,
     SINGLETONS,
     WHITEN,
@@ -53,7 +54,6 @@ _HOUSE: dict[str, Any] = {
     "handle_zero_tail": True,
 }
 _ALWAYS = ("nan_policy",)
-_PKPO_BASELINES = ("leave_one_out_minus_one", "leave_one_out", "none")
 _SCALES_OF = {"grpo_passk": ("group", "none"), "gdpo": ("group", "none")}
 
 
@@ -174,9 +174,7 @@ def _checked(name: str, convention: str | None, o: dict[str, Any]) -> Options:
 
 
 def _baselines(name: str) -> list[str]:
-    if name == "pkpo":
-        return list(_PKPO_BASELINES)
-    return [row for row in BASELINES if row != "leave_one_out_minus_one"]
+    return list(PKPO_BASELINES if name == "pkpo" else BASELINES)
 
 
 def _scales(name: str) -> list[str]:

@@ -312,10 +312,13 @@ BASELINES: dict[str, Named] = {
     "length_weighted": Named(
         OUTSIDE, "mean of the group, each reward as often as it has tokens", "arXiv:2505.23585; verl 0.9.1 opo"
     ),
-    "leave_one_out_minus_one": Named(
-        OUTSIDE, "best of the k - 1 others of each k in the group; pkpo only", "arXiv:2505.15201 eq. 33"
-    ),
     "none": Named(c.BASELINE_NONE, "0", "the reward itself"),
+}
+#: What "pkpo" subtracts from the mean over subsets.
+PKPO_BASELINES: dict[str, str] = {
+    "leave_one_out_minus_one": "the best of the k - 1 others of each subset; arXiv:2505.15201 eq. 33",
+    "leave_one_out": "the mean best of k others, times k / (n - 1); arXiv:2505.15201 eq. 29",
+    "none": "0; arXiv:2505.15201 eq. 19",
 }
 SCALES: dict[str, Named] = {
     "group": Named(c.SCALE_GROUP, "std of the group + eps", "arXiv:2402.03300 section 4.1.2"),

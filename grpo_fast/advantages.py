@@ -130,7 +130,7 @@ def group_advantages(
         - "gae": generalised advantages of ``token_rewards`` and ``values``
         - "optimal_token_baseline", "tir_optimal_token_baseline": returns to go less the group's
           average at the same slot, or the same counted token, weighted by the running sum of
-          1 - 2 exp(old_logp) + sum_pi_squared, times ``token_weight``\\**2 where given
+          1 - 2 exp(old_logp) + sum_pi_squared, times the square of ``token_weight`` where given
         - "gdpo" with ``token_offsets`` (whitened over tokens), "remax" with ``token_rewards``
     convention : "trl", "verl", ..., None
         Fills in what is left out below, see :func:`grpo_fast.convention`.

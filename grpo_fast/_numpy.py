@@ -18,6 +18,9 @@ import numpy.typing as npt
 
 from . import _contract as c
 from ._contract import Batch, Double, Int, Plan, PoolPlan, Real
+from ._numpy_tokens import token_affine as token_affine
+from ._numpy_tokens import token_gae as token_gae
+from ._numpy_tokens import token_moments as token_moments
 
 Bool: TypeAlias = npt.NDArray[np.bool_]
 Params: TypeAlias = tuple[float, ...]

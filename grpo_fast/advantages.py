@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _backends
 from . import _validate as check
-from ._contract import LARGEST, SINGLETON_ZERO, Double, Int, PoolPlan
+from . import estimators as est
+from ._contract import LARGEST, Double, Int, PoolPlan, Real
+from .estimators import check_ddof as check_ddof
+from .estimators import check_eps as check_eps
 from .groups import Groups, label_groups, make_groups, members, trajectory_groups
-from .tables import BASELINES, NAN_POLICIES, SCALES, SINGLETONS, TRAJECTORY_REWARDS
+from .tables import ESTIMATORS, SCALES, TRAJECTORY_REWARDS
 
 
 def compute_grpo_advantages(rewards: npt.ArrayLike, eps: float = 1e-8) -> npt.NDArray[Any]:
@@ -52,12 +55,14 @@ def compute_grpo_advantages(rewards: npt.ArrayLike, eps: float = 1e-8) -> npt.ND
 
 
 def group_advantages(
-    rewards: npt.ArrayLike,
+    rewards: npt.ArrayLike | None = None,
     *,
     group_ids: Any = None,
     group_offsets: npt.ArrayLike | None = None,
     trajectory_ids: Any = None,
     trajectory_reward: str | None = None,
+    estimator: str | None = None,
+    convention: str | None = None,
     baseline: str | None = None,
     scale: str | None = None,
     ddof: int | None = None,
@@ -65,31 +70,77 @@ def group_advantages(
     singleton: str | None = None,
     nan_policy: str | None = None,
     reward_weights: npt.ArrayLike | None = None,
+    multi_objective_aggregation: str | None = None,
+    normalize_advantages: str | None = None,
+    lengths: npt.ArrayLike | None = None,
+    baseline_rewards: npt.ArrayLike | None = None,
+    k: int | None = None,
+    gpg_alpha: str | None = None,
+    token_offsets: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
+    token_rewards: npt.ArrayLike | None = None,
+    values: npt.ArrayLike | None = None,
+    old_logp: npt.ArrayLike | None = None,
+    sum_pi_squared: npt.ArrayLike | None = None,
+    token_weight: npt.ArrayLike | None = None,
+    handle_zero_tail: bool | None = None,
+    gamma: float | None = None,
+    lam: float | None = None,
+    whiten: str | None = None,
     backend: str | None = None,
 ) -> npt.NDArray[Any]:
     """Rewards less a baseline, over a scale, both from the group a completion belongs to.
 
         A_i = (r_i - b_i) / s_i
 
+    That is ``estimator="grpo"``; the others are listed below, with what they take.
+
     Parameters
     ----------
     rewards : (n_completions,), (n_completions, n_rewards) with groups, or (P, G) without
         Any real dtype. (P, G) is P groups of G. Several rewards are summed with
-        ``reward_weights`` first, then normalised.
+        ``reward_weights`` first, then normalised, unless ``multi_objective_aggregation`` says otherwise.
     group_ids : (n_completions,) of any type and order, or several such columns
         See :func:`grpo_fast.groups.make_groups`.
     group_offsets : (n_groups + 1,) integers, in place of ids where groups are contiguous
     trajectory_ids : (n_completions,), as ``group_ids``
         Rows of one trajectory, in time order. It counts once in all statistics, with one reward,
-        and its advantage goes to all its rows.
+        and its advantage goes to all its rows. Its length is that of its rows together.
     trajectory_reward : "last" (default), "sum" or "error"
         The reward of a trajectory whose rows differ: that of its last row, their sum, or a
         ValueError. Rows whose reward is NaN and excluded have no say.
-    baseline : "mean" (default), "leave_one_out" (mean of the others) or "none" (0)
-    scale : "group" (default; std of the group + eps), "batch" (std of all rewards + eps) or "none" (1)
-        A std of 0 does not divide.
+    estimator : a row of ``grpo_fast.tables.ESTIMATORS``, default "grpo"
+        One number per completion:
+
+        - "grpo": as above, any ``baseline`` and ``scale``
+        - "dr_grpo", "rloo", "opo": baseline "mean", "leave_one_out", "length_weighted", no scale
+        - "gpg": alpha (r - mean); ``gpg_alpha`` "informative" (rewards over rewards in groups that
+          vary), "nonzero" (rewards over rewards that are not 0) or "none" (1)
+        - "grpo_passk": the best of a group gets its distance to the second best, over the scale
+        - "pkpo": the reward transformation for the best of ``k``; ``baseline``
+          "leave_one_out_minus_one" (default), "leave_one_out" or "none"
+        - "max_rl": (r - mean) / (mean + eps), eps 0 by default; rewards must not be negative
+        - "remax": r - ``baseline_rewards``
+        - "gdpo": each of several rewards normalised in its groups, weighted, summed, whitened
+
+        One number per token, (n_slots,), with ``token_offsets``:
+
+        - "reinforce_plus_plus_baseline": r - mean, whitened over the batch's tokens
+        - "reinforce_plus_plus": discounted returns to go, whitened
+        - "gae": generalised advantages of ``token_rewards`` and ``values``
+        - "optimal_token_baseline", "tir_optimal_token_baseline": returns to go less the group's
+          average at the same slot, or the same counted token, weighted by the running sum of
+          1 - 2 exp(old_logp) + sum_pi_squared, times the square of ``token_weight`` where given
+        - "gdpo" with ``token_offsets`` (whitened over tokens), "remax" with ``token_rewards``
+    convention : "trl", "verl", ..., None
+        Fills in what is left out below, see :func:`grpo_fast.convention`.
+    baseline : "mean" (default), "leave_one_out" (mean of the others), "length_weighted" or "none" (0)
+        "length_weighted" is the mean in which a reward counts as often as the completion has tokens.
+    scale : "group" (default; std of the group + eps), "batch" (std of all rewards + eps),
+        "leave_one_out" (std of the others + eps) or "none" (1). A std of 0 does not divide.
     ddof, eps : 0 or 1, default 0, and a number >= 0, default 1e-8
         The std divides by m - ddof; eps is added to the std. Without a scale they are not used.
+        Over tokens, ``whiten`` uses ddof, and adds 1e-8 to the variance.
     singleton : "zero" (default), "raw" or "error"
         A group with one reward: 0, the reward itself (over 1 + eps when scaled), or a ValueError.
         Without a baseline it is like any other group, unless it is an error.
@@ -97,18 +148,41 @@ def group_advantages(
         A row whose reward is NaN gets 0 and stays out of the statistics. Of several rewards, those
         that are NaN add nothing; a row is excluded where all are.
     reward_weights : (n_rewards,), default 1 each
+    multi_objective_aggregation : "sum_then_normalize" or "normalize_then_sum"
+        The latter is estimator "gdpo".
+    normalize_advantages : "none" (default) or "batch"
+        One z-score over the advantages of the batch, with ``ddof`` and ``eps``.
+    lengths : (n_completions,) numbers >= 0
+        For the length-weighted baseline; default: the counted tokens of ``token_offsets``, ``mask``.
+    baseline_rewards : as rewards
+        Of the greedy completion of the same prompt.
+    k : int >= 1, at most the size of every group
+    token_offsets : (n_completions + 1,) integers
+    mask : (n_slots,) bool or 0/1; None counts every token
+        Masked tokens get 0 and are in nothing: returns and discounts pass over them.
+    token_rewards : (n_slots,) real
+        In place of rewards, or, along tokens, beside them: a reward is then at the last counted
+        token. Estimators of one number per completion take their sum over counted tokens.
+    values, old_logp, sum_pi_squared, token_weight : (n_slots,) real
+    handle_zero_tail : bool, default True
+        No baseline where the one longest completion of a group is longer than the second longest.
+    gamma, lam : from 0 to 1, default 1
+    whiten : "none" or "batch"
+        Default: "batch", but "none" for "gae" outside of verl.
     backend : "cython", "numba" or "numpy"; None is the one in force
 
     Returns
     -------
-    (n_completions,), or (P, G) for such rewards, of the rewards' float dtype
+    (n_completions,), or (P, G) for such rewards, or (n_slots,) along tokens, of the rewards' float dtype
         float64 for integers and bools; what would overflow a narrow dtype is its largest number.
+        ``n_slots`` is the length of the token arrays, or ``token_offsets[-1]``; slots of no completion are 0.
 
     Raises
     ------
     ValueError, TypeError
         Naming the argument and the first bad row: a NaN (unless excluded) or an infinity, groups
-        that do not fit, a trajectory in two groups, unknown names.
+        that do not fit, a trajectory in two groups, unknown names, options that an estimator has no
+        use for or cannot do without, combinations that no source defines.
 
     Notes
     -----
@@ -118,58 +192,365 @@ def group_advantages(
     workers that compute the same score may differ by one, and that over eps would be an advantage
     of 0.6. 16-bit rewards are equal only where they are the same number.
 
+    Under "verl", rewards on masked tokens are not summed into the score, as its documentation says
+    and its code does not; a batch of one token is whitened to 0, where verl raises; "gae" is 0 on
+    masked tokens, where verl leaves the whitened running value. verl's optimal_token_baseline takes
+    slots for positions but counts tokens for lengths, which differ where the mask has holes; so
+    does this, and the tir form is the one made for holes. The sum over i of pkpo's s_i grad log p_i
+    is what is unbiased: with a mean over completions, multiply by their number.
+
     References
     ----------
     Shao et al. 2024, arXiv:2402.03300, section 4.1.2; leave-one-out: Ahmadian et al. 2024,
-    arXiv:2402.14740; no scale: Liu et al. 2025, arXiv:2503.20783; batch scale: arXiv:2508.08221.
+    arXiv:2402.14740; no scale: Liu et al. 2025, arXiv:2503.20783; batch scale: arXiv:2508.08221;
+    the others: ``grpo_fast.tables.ESTIMATORS``.
 
     Examples
     --------
     >>> import grpo_fast as gf
     >>> gf.group_advantages([1.0, 0.0, 0.0, 4.0], group_ids=["a", "b", "a", "b"], scale="none")
     array([ 0.5, -2. , -0.5,  2. ])
-    >>> gf.group_advantages([[1, 0, 0]], baseline="leave_one_out", scale="none")
+    >>> gf.group_advantages([[1, 0, 0]], estimator="rloo")
     array([[ 1. , -0.5, -0.5]])
+    >>> gf.group_advantages(estimator="reinforce_plus_plus", whiten="none", gamma=0.5,
+    ...     token_rewards=[0.0, 0.0, 1.0], mask=[1, 0, 1], token_offsets=[0, 3])
+    array([0.5, 0. , 1. ])
     """
+    given = {
+        "token_rewards": token_rewards,
+        "values": values,
+        "old_logp": old_logp,
+        "sum_pi_squared": sum_pi_squared,
+        "token_weight": token_weight,
+    }
+    of_tokens = {name: check.any_array(name, array) for name, array in given.items() if array is not None}
+    arrays = {"lengths": lengths, "baseline_rewards": baseline_rewards}
+    o = est.resolve(
+        estimator,
+        convention,
+        multi_objective_aggregation,
+        {
+            "baseline": baseline,
+            "scale": scale,
+            "ddof": ddof,
+            "eps": eps,
+            "singleton": singleton,
+            "nan_policy": nan_policy,
+            "normalize_advantages": normalize_advantages,
+            "k": k,
+            "gpg_alpha": gpg_alpha,
+            "handle_zero_tail": handle_zero_tail,
+            "gamma": gamma,
+            "lam": lam,
+            "whiten": whiten,
+        },
+        {name for name, array in arrays.items() if array is not None} | (set(of_tokens) - {"token_rewards"}),
+    )
+    tokens = None
+    if token_offsets is not None:
+        tokens = _packed(token_offsets, mask, of_tokens)
+        if not (
+            o.level == "token" or _over_tokens(o, True) or "token_rewards" in of_tokens or _counts_lengths(o, lengths)
+        ):
+            raise ValueError(
+                f"token_offsets: estimator={o.estimator!r} gives one number per completion here and has no use for "
+                "them; leave them out, or pass token_rewards or an estimator along tokens"
+            )
+    elif mask is not None or of_tokens:
+        name = "mask" if mask is not None else next(iter(of_tokens))
+        raise ValueError(f"token_offsets: {name} does not tell the completions; pass token_offsets beside it")
+    result, shape = evaluate(
+        o,
+        rewards,
+        tokens,
+        of_tokens,
+        group_ids=group_ids,
+        group_offsets=group_offsets,
+        trajectory_ids=trajectory_ids,
+        trajectory_reward=trajectory_reward,
+        reward_weights=reward_weights,
+        lengths=lengths,
+        baseline_rewards=baseline_rewards,
+        backend=backend,
+    )
+    return result.reshape(shape) if shape is not None else result
+
+
+def evaluate(
+    o: est.Options,
+    rewards: npt.ArrayLike | None,
+    tokens: est.Tokens | None,
+    of_tokens: dict[str, npt.NDArray[Any]],
+    *,
+    group_ids: Any,
+    group_offsets: npt.ArrayLike | None,
+    trajectory_ids: Any,
+    trajectory_reward: str | None,
+    reward_weights: npt.ArrayLike | None,
+    lengths: npt.ArrayLike | None,
+    baseline_rewards: npt.ArrayLike | None,
+    backend: str | None,
+) -> tuple[npt.NDArray[Any], tuple[int, ...] | None]:
+    """The advantages with resolved options, and the shape of one per completion; None for one per slot."""
     kernels = _backends.get(backend)
-    array = rewards_array("rewards", rewards)
-    grid = array.ndim == 2 and group_ids is None and group_offsets is None
-    if grid:
-        if trajectory_ids is not None:
+    along = o.level == "token" or (o.estimator == "remax" and "token_rewards" in of_tokens)
+    if tokens is None and (along or (o.convention == "verl" and _over_tokens(o, True))):
+        raise ValueError(
+            f"token_offsets: estimator={o.estimator!r} "
+            + ("gives one number per token; pass them" if along else "of verl whitens over tokens; pass them, or 'trl'")
+        )
+    if rewards is None and "token_rewards" not in of_tokens and o.estimator != "gae":
+        raise ValueError("rewards: there are neither rewards nor token_rewards; pass one of the two")
+    if rewards is not None and "token_rewards" in of_tokens and not along:
+        raise ValueError("token_rewards: rewards are given too; pass one of the two")
+
+    excludes = o.nan_policy == "exclude"
+    way = None if excludes else "drop that row, or pass nan_policy='exclude'"
+    scores, dtype, grid, n = None, np.dtype(np.float64), None, 0 if tokens is None else len(tokens.start)
+    if rewards is not None:
+        array = rewards_array("rewards", rewards)
+        dtype = array.dtype.newbyteorder("=")
+        scores = finite_rewards("rewards", array, way)
+        grid = array.shape if array.ndim == 2 and group_ids is None and group_offsets is None else None
+        if grid is not None and trajectory_ids is not None:
             raise ValueError(
                 "trajectory_ids: (P, G) rewards are one per trajectory already; pass flat rewards with group_ids"
             )
-        n_groups, size = array.shape
-        groups = Groups(np.repeat(np.arange(n_groups), size), n_groups)
-    else:
-        if group_ids is None and group_offsets is None:
-            raise ValueError(
-                "group_ids: neither group_ids nor group_offsets tells the groups of flat rewards; "
-                "pass one of the two, or rewards of shape (P, G)"
-            )
-        groups = make_groups(len(array), group_ids, group_offsets)
-    nan_policy = check.one_of("nan_policy", "error" if nan_policy is None else nan_policy, NAN_POLICIES)
-    way = "drop that row, or pass nan_policy='exclude'"
-    values = finite_rewards("rewards", array, None if nan_policy == "exclude" else way)
-    if reward_weights is not None and (grid or array.ndim == 1):
+        scores = scores.reshape(-1) if grid is not None else scores
+        if tokens is not None:
+            check.length("rewards", scores, n, "completion")
+        n = len(scores)
+    elif "token_rewards" in of_tokens:
+        kind = of_tokens["token_rewards"].dtype
+        dtype = kind.newbyteorder("=") if check.is_float(kind) else dtype
+    if reward_weights is not None and (scores is None or scores.ndim == 1):
+        shape = None if rewards is None else check.any_array("rewards", rewards).shape
         raise ValueError(
-            f"reward_weights: shape {array.shape} is one reward per completion; leave them out, or pass rewards of "
+            f"reward_weights: shape {shape} is one reward per completion; leave them out, or pass rewards of "
             "shape (n_completions, n_rewards) with group_ids or group_offsets"
         )
-    if not grid and array.ndim == 2:
-        values = weighted_sum("rewards", values, reward_weights)
-    plan, no_singletons = _plan(baseline, scale, ddof, eps, singleton, check.ulp(array.dtype))
-    advantages = standardize_rows(
-        kernels,
-        "rewards",
-        values.reshape(-1),
-        groups,
-        None if trajectory_ids is None else label_groups("trajectory_ids", trajectory_ids, len(array), "completion"),
-        trajectory_reward,
-        plan,
-        no_singletons=no_singletons,
-    )
-    return check.narrow(advantages.reshape(values.shape), array.dtype.newbyteorder("="))
+    groups = _groups(o, n, grid, group_ids, group_offsets)
+    trajectories = None
+    if trajectory_ids is not None:
+        if along and o.estimator != "reinforce_plus_plus_baseline":
+            raise ValueError(
+                f"trajectory_ids: no source carries estimator={o.estimator!r} over the rows of a trajectory; "
+                "leave them out, so that each row is its own, or join the rows"
+            )
+        trajectories = label_groups("trajectory_ids", trajectory_ids, n, "completion")
+    elif trajectory_reward is not None:
+        raise ValueError("trajectory_reward: there are no trajectories; pass trajectory_ids or leave it out")
+    wide = np.dtype(np.float32 if dtype == np.float32 else np.float64)
+    loaded: dict[str, Real] = {}
+    gone = np.zeros(n, np.bool_)
+    if tokens is not None:
+        loaded, gone = _load(of_tokens, tokens, wide, excludes)
+        if scores is not None and along:
+            gone = gone | (np.isnan(scores) if scores.ndim == 1 else np.isnan(scores).all(axis=1))
+        if gone.any():
+            tokens = tokens.without(gone)
+    if "token_rewards" in loaded and not along and tokens is not None:
+        scores = est.sums(kernels, loaded["token_rewards"], tokens)
+        scores[gone] = np.nan
+    join = _Join(groups, trajectories, trajectory_reward, check.ulp(dtype))
+
+    if scores is not None and scores.ndim == 2 and o.estimator != "gdpo":
+        scores = weighted_sum("rewards", scores, reward_weights)
+    if along and tokens is not None and o.estimator != "reinforce_plus_plus_baseline":
+        compared = _compared(o, baseline_rewards, n, grid)
+        return _along(kernels, o, scores, loaded, tokens, groups, compared, dtype), None
+    assert scores is not None
+    over_tokens = tokens is not None and _over_tokens(o, True)
+    if o.estimator == "gdpo":
+        of_units = _gdpo(kernels, o, scores, reward_weights, join)
+        missing = np.isnan(of_units)
+        if o.whiten == "batch" and not over_tokens:
+            of_units = est.whiten_responses(kernels, of_units, o)
+    else:
+        units = join.units("rewards", scores)
+        missing = np.isnan(units.values)
+        sizes, compared = None, _compared(o, baseline_rewards, n, grid)
+        if o.baseline == "length_weighted":
+            sizes = join.lengths(_lengths(kernels, lengths, tokens, n))
+        if compared is not None:
+            compared = join.units("baseline_rewards", compared).values
+        of_units = est.outcome(kernels, units, o, sizes, compared)
+    of_rows = join.rows(np.where(missing, 0.0, of_units))
+    if over_tokens and tokens is not None:
+        tokens = tokens.without(join.rows(missing))
+        if o.whiten == "batch":
+            of_rows = est.whiten_rows(kernels, of_rows, est.count(kernels, tokens), o.ddof)
+        return est.expand(kernels, of_rows, tokens, dtype), None
+    return check.narrow(of_rows, dtype), (n,) if grid is None else grid
+
+
+class _Join(NamedTuple):
+    """From rows to what is compared, and back."""
+
+    groups: Groups
+    trajectories: Groups | None
+    how: str | None
+    ulp: float
+
+    def units(self, name: str, values: Double) -> est.Units:
+        t = self.trajectories
+        if t is None:
+            return est.make_units(values, self.groups, np.arange(len(values)), self.ulp)
+        joined = _per_trajectory(name, values, t, self.how)
+        return est.make_units(joined, trajectory_groups(t, self.groups), t.order[t.offsets[:-1]], self.ulp)
+
+    def lengths(self, values: Double) -> Double:
+        t = self.trajectories
+        return values if t is None else np.bincount(t.codes, weights=values, minlength=t.n_groups).astype(np.float64)
+
+    def rows(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values if self.trajectories is None else values[self.trajectories.codes]
+
+
+def _groups(
+    o: est.Options, n: int, grid: tuple[int, ...] | None, group_ids: Any, group_offsets: npt.ArrayLike | None
+) -> Groups:
+    if grid is not None:
+        return Groups(np.repeat(np.arange(grid[0]), grid[1]), grid[0])
+    if group_ids is None and group_offsets is None:
+        if not ESTIMATORS[o.estimator].groups:
+            return Groups(np.zeros(n, np.int64), 1)
+        raise ValueError(
+            "group_ids: neither group_ids nor group_offsets tells the groups of flat rewards; "
+            "pass one of the two, or rewards of shape (P, G)"
+        )
+    return make_groups(n, group_ids, group_offsets)
+
+
+def _over_tokens(o: est.Options, tokens: bool) -> bool:
+    """Whether a number per completion is whitened over tokens, which then is one number per token."""
+    if o.estimator == "gdpo":
+        return tokens and o.whiten == "batch" and o.convention in (None, "verl")
+    return o.estimator == "reinforce_plus_plus_baseline"
+
+
+def _counts_lengths(o: est.Options, lengths: npt.ArrayLike | None) -> bool:
+    return o.baseline == "length_weighted" and lengths is None
+
+
+def _packed(token_offsets: npt.ArrayLike, mask: npt.ArrayLike | None, of_tokens: dict[str, Any]) -> est.Tokens:
+    """Ranges of packed completions; the token arrays, or the last offset, tell the number of slots."""
+    offsets = check.offsets("token_offsets", token_offsets)
+    n_slots = int(offsets[-1])
+    first = next(iter(of_tokens), "mask")
+    array = of_tokens.get(first, mask)
+    if array is not None:
+        n_slots = len(check.any_array(first, array))
+        offsets = check.offsets("token_offsets", token_offsets, n_slots, first)
+    flags = None if mask is None else check.mask("mask", mask, n_slots)
+    return est.Tokens(offsets[:-1], offsets[1:], flags, n_slots)
+
+
+def _load(
+    of_tokens: dict[str, npt.NDArray[Any]], tokens: est.Tokens, wide: np.dtype[Any], excludes: bool
+) -> tuple[dict[str, Real], npt.NDArray[np.bool_]]:
+    """Token arrays for the kernels, and the completions left out for a NaN in their rewards."""
+    gone = np.zeros(len(tokens.start), np.bool_)
+    loaded: dict[str, Real] = {}
+    for name, given in of_tokens.items():
+        array = check.real(name, given)
+        check.length(name, array, tokens.n_slots, "token")
+        array = np.require(array, wide, ["C", "A"])
+        bad = ~check.usable(array)
+        if tokens.mask is not None:
+            bad &= tokens.mask != 0
+        slots = np.flatnonzero(bad)
+        if len(slots):
+            owner = np.searchsorted(tokens.start, slots, side="right") - 1
+            inside = (owner >= 0) & (slots < tokens.stop[owner])
+            slots, owner = slots[inside], owner[inside]
+        if len(slots):
+            missing = np.isnan(array[slots]) if excludes and name == "token_rewards" else np.zeros(len(slots), np.bool_)
+            gone[owner[missing]] = True
+            if not missing.all():
+                first = int(np.argmin(missing))
+                slot, row = int(slots[first]), int(owner[first])
+                where = f"{slot}" if tokens.width is None else f"{row}, {slot - row * tokens.width}"
+                raise ValueError(
+                    f"{name}: {name}[{where}]={array[slot]} of completion {row} is not finite or too large to compute "
+                    "with; mask that token or drop it"
+                )
+        loaded[name] = array
+    return loaded, gone
+
+
+def _lengths(kernels: Any, lengths: npt.ArrayLike | None, tokens: est.Tokens | None, n: int) -> Double:
+    if lengths is None:
+        if tokens is None:
+            raise ValueError(
+                "lengths: the length-weighted baseline needs the completions' lengths; pass lengths, or token_offsets"
+            )
+        return est.count(kernels, tokens).astype(np.float64)
+    array = check.real("lengths", check.any_array("lengths", lengths).reshape(-1)).astype(np.float64)
+    check.length("lengths", array, n, "completion")
+    check.finite("lengths", array, "completion")
+    if (array < 0).any():
+        at = int(np.argmax(array < 0))
+        raise ValueError(f"lengths: lengths[{at}]={array[at]} is negative; pass counts of tokens")
+    return array
+
+
+def _compared(
+    o: est.Options, baseline_rewards: npt.ArrayLike | None, n: int, grid: tuple[int, ...] | None
+) -> Double | None:
+    """The rewards of greedy completions, one per row."""
+    if o.estimator != "remax":
+        return None
+    array = check.any_array("baseline_rewards", baseline_rewards)
+    array = check.real("baseline_rewards", array.reshape(-1) if array.shape == grid else array)
+    check.length("baseline_rewards", array, n, "completion")
+    check.finite("baseline_rewards", array, "completion")
+    return array.astype(np.float64)
+
+
+def _gdpo(kernels: Any, o: est.Options, scores: Double, reward_weights: npt.ArrayLike | None, join: _Join) -> Double:
+    """Per trajectory, NaN where all its rewards are."""
+    columns = scores[:, None] if scores.ndim == 1 else scores
+    weights = weights_of("rewards", columns, reward_weights)
+    units = [join.units(f"rewards[:, {k}]", np.ascontiguousarray(column)) for k, column in enumerate(columns.T)]
+    return est.gdpo(kernels, units, weights, o)
+
+
+def _along(
+    kernels: Any,
+    o: est.Options,
+    scores: Double | None,
+    loaded: dict[str, Real],
+    tokens: est.Tokens,
+    groups: Groups,
+    compared: Double | None,
+    dtype: np.dtype[Any],
+) -> npt.NDArray[Any]:
+    """One number per slot, from returns."""
+    rewards = loaded.get("token_rewards")
+    final = None if scores is None else np.nan_to_num(scores, nan=0.0)
+    if "old_logp" in loaded:
+        to_go = np.zeros(tokens.n_slots)
+        est.returns(kernels, None if rewards is None else rewards.astype(np.float64), final, None, tokens, o, to_go)
+        with np.errstate(over="ignore", invalid="ignore"):
+            energy: Double = (
+                1 - 2 * np.exp(loaded["old_logp"].astype(np.float64)) + loaded["sum_pi_squared"].astype(float)
+            )
+            if "token_weight" in loaded:
+                energy = energy * loaded["token_weight"].astype(np.float64) ** 2
+        if o.singleton == "error":
+            est.refuse_singletons(
+                est.make_units(np.zeros(len(groups.codes)), groups, np.arange(len(groups.codes)), 0.0)
+            )
+        est.optimal_token_baseline(kernels, to_go, energy, tokens, groups, o)
+        return check.narrow(to_go, dtype)
+    out: Real = np.zeros(tokens.n_slots, np.float32 if dtype == np.float32 else np.float64)
+    est.returns(kernels, rewards, final, loaded.get("values"), tokens, o, out)
+    if compared is not None:
+        out -= est.expand(kernels, compared, tokens, out.dtype)
+    if o.whiten == "batch":
+        est.whiten_tokens(kernels, out, tokens, o.ddof)
+    return out if out.dtype == dtype else check.narrow(out.astype(np.float64), dtype)
 
 
 def rewards_array(name: str, rewards: npt.ArrayLike) -> npt.NDArray[Any]:
@@ -202,14 +583,20 @@ def finite_rewards(name: str, array: npt.NDArray[Any], nan_way_out: str | None) 
     return values
 
 
-def weighted_sum(name: str, values: Double, weights: npt.ArrayLike | None) -> Double:
-    """One reward per row; terms that are NaN add nothing, a row of nothing else is NaN."""
+def weights_of(name: str, values: Double, weights: npt.ArrayLike | None) -> Double:
+    """One weight per column, 1 each where there are none."""
     n_rewards = values.shape[1]
     if n_rewards == 0:
         raise ValueError(f"{name}: expected at least one reward per completion, got shape {values.shape}; add a column")
     factors = np.ones(n_rewards) if weights is None else check.real("reward_weights", weights).astype(np.float64)
     check.length("reward_weights", factors, n_rewards, f"column of {name}")
     check.finite("reward_weights", factors, "weight")
+    return factors
+
+
+def weighted_sum(name: str, values: Double, weights: npt.ArrayLike | None) -> Double:
+    """One reward per row; terms that are NaN add nothing, a row of nothing else is NaN."""
+    factors = weights_of(name, values, weights)
     missing = np.isnan(values)
     total = np.zeros(len(values))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -223,42 +610,6 @@ def weighted_sum(name: str, values: Double, weights: npt.ArrayLike | None) -> Do
         )
     total[missing.all(axis=1)] = np.nan
     return total
-
-
-def _plan(
-    baseline: str | None, scale: str | None, ddof: int | None, eps: float | None, singleton: str | None, ulp: float
-) -> tuple[PoolPlan, bool]:
-    """The plan, without its batch std, and whether a group of one is an error."""
-    baseline = check.one_of("baseline", "mean" if baseline is None else baseline, BASELINES)
-    scale = check.one_of("scale", "group" if scale is None else scale, SCALES)
-    if baseline == "none" and scale == "group":
-        raise ValueError(
-            "baseline: no source divides rewards that are not centred by their own group's deviation; "
-            "pass scale='none' or scale='batch', or baseline='mean'"
-        )
-    number = SINGLETONS[check.one_of("singleton", "zero" if singleton is None else singleton, SINGLETONS)]
-    plan = PoolPlan(
-        baseline=BASELINES[baseline].id,
-        scale=SCALES[scale].id,
-        ddof=check_ddof(ddof),
-        eps=check_eps(eps),
-        singleton=SINGLETON_ZERO if number is None else number,
-        ulp=ulp,
-    )
-    return plan, number is None
-
-
-def check_ddof(ddof: int | None) -> int:
-    """0 or 1."""
-    value = 0 if ddof is None else check.integer("ddof", ddof, least=0)
-    if value > 1:
-        raise ValueError(f"ddof: expected 0 (population) or 1 (sample), got {value}; pass one of the two")
-    return value
-
-
-def check_eps(eps: float | None) -> float:
-    """Not negative."""
-    return 1e-8 if eps is None else check.number("eps", eps, least=0.0)
 
 
 def standardize_rows(

@@ -310,16 +310,164 @@ class Named:
     source: str
 
 
+#: In place of a kernel number: computed from the small arrays in ``estimators.py``, the same for every backend.
+OUTSIDE = -1
+
 BASELINES: dict[str, Named] = {
     "mean": Named(c.BASELINE_MEAN, "mean of the group", "arXiv:2402.03300 section 4.1.2"),
     "leave_one_out": Named(c.BASELINE_LEAVE_ONE_OUT, "mean of the others in the group", "arXiv:2402.14740"),
+    "length_weighted": Named(
+        OUTSIDE, "mean of the group, each reward as often as it has tokens", "arXiv:2505.23585; verl 0.9.1 opo"
+    ),
     "none": Named(c.BASELINE_NONE, "0", "the reward itself"),
+}
+#: What "pkpo" subtracts from the mean over subsets.
+PKPO_BASELINES: dict[str, str] = {
+    "leave_one_out_minus_one": "the best of the k - 1 others of each subset; arXiv:2505.15201 eq. 33",
+    "leave_one_out": "the mean best of k others, times k / (n - 1); arXiv:2505.15201 eq. 29",
+    "none": "0; arXiv:2505.15201 eq. 19",
 }
 SCALES: dict[str, Named] = {
     "group": Named(c.SCALE_GROUP, "std of the group + eps", "arXiv:2402.03300 section 4.1.2"),
     "batch": Named(c.SCALE_BATCH, "std of the batch + eps", "arXiv:2508.08221; TRL 1.16.0 scale_rewards='batch'"),
+    "leave_one_out": Named(OUTSIDE, "std of the others in the group + eps", "NeMo-RL use_leave_one_out_baseline"),
     "none": Named(c.SCALE_NONE, "1", "arXiv:2503.20783"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """An outcome or token estimator: what it computes, what it must be given, what it can be given."""
+
+    formula: str
+    source: str
+    level: str  # of its result: "completion", "token", or "either", by what it is given
+    takes: tuple[str, ...] = ()  # options beyond groups, rewards, nan_policy and reward_weights
+    needs: tuple[str, ...] = ()  # arguments it cannot do without
+    definition: dict[str, Any] = field(default_factory=dict)  # options that make it what it is
+    defaults: dict[str, Any] = field(default_factory=dict)  # where neither the caller nor a convention says
+    conventions: dict[str, dict[str, Any]] = field(default_factory=dict)  # what a framework does in this one only
+    groups: bool = True  # whether it compares within groups
+
+
+_CENTRED = ("baseline", "scale", "singleton", "normalize_advantages")
+_SCALED = (*_CENTRED, "ddof", "eps")
+_LOO, _DIVIDED = {"baseline": "leave_one_out", "scale": "none"}, {"baseline": "mean", "scale": "none"}
+_OTB = "G_t - sum(G_t W_t) / sum(W_t) over the group's t-th {}, W_t = sum to t of 1 - 2 pi + sum pi^2"
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(
+        "(r - baseline) / scale",
+        "arXiv:2402.03300 section 4.1.2; TRL 1.16.0 GRPOTrainer; verl 0.9.1 grpo",
+        "completion",
+        (*_SCALED, "lengths"),
+    ),
+    "dr_grpo": Estimator(
+        "r - mean", "arXiv:2503.20783; TRL scale_rewards='none'", "completion", _SCALED, definition=_DIVIDED
+    ),
+    "rloo": Estimator(
+        "r - mean of the others",
+        "arXiv:2402.14740; TRL 1.16.0 RLOOTrainer; verl 0.9.1 rloo",
+        "completion",
+        _SCALED,
+        definition=_LOO,
+    ),
+    "opo": Estimator(
+        "r - sum(length r) / sum(length)",
+        "arXiv:2505.23585; verl 0.9.1 opo",
+        "completion",
+        (*_SCALED, "lengths"),
+        definition={"baseline": "length_weighted", "scale": "none"},
+    ),
+    "gpg": Estimator(
+        "alpha (r - mean), alpha = rewards / rewards in groups that vary, or rewards / non-zero rewards",
+        "arXiv:2504.02546; verl 0.9.1 gpg (non-zero)",
+        "completion",
+        (*_SCALED, "gpg_alpha"),
+        definition=_DIVIDED,
+        defaults={"gpg_alpha": "informative"},
+        conventions={"verl": {"gpg_alpha": "nonzero"}},
+    ),
+    "grpo_passk": Estimator(
+        "(best - second best) / std for the best of a group, 0 for the others",
+        "arXiv:2503.19595; verl 0.9.1 grpo_passk",
+        "completion",
+        ("scale", "ddof", "eps", "singleton", "normalize_advantages"),
+        conventions={"verl": {"singleton": "error"}},
+    ),
+    "pkpo": Estimator(
+        "mean over the k-subsets of the group, those with i: max, less the max of the others in it",
+        "arXiv:2505.15201 eq. 33 (eq. 29: baseline='leave_one_out'; eq. 19: 'none')",
+        "completion",
+        ("k", "baseline", "normalize_advantages", "ddof", "eps"),
+        ("k",),
+        defaults={"baseline": "leave_one_out_minus_one"},
+    ),
+    "max_rl": Estimator(
+        "(r - mean) / mean", "MaxRL; prime-rl, SkyRL maxrl", "completion", ("eps", "singleton"), defaults={"eps": 0.0}
+    ),
+    "remax": Estimator(
+        "r - reward of the greedy completion; return to go - that",
+        "arXiv:2310.10505; verl 0.9.1 remax",
+        "either",
+        ("baseline_rewards",),
+        ("baseline_rewards",),
+        groups=False,
+    ),
+    "gdpo": Estimator(
+        "sum over rewards of weight (r_k - mean_k) / scale_k, whitened over responses or over tokens",
+        "arXiv:2601.05242; TRL 1.16.0 normalize_then_sum (responses); verl 0.9.1 gdpo (tokens)",
+        "either",
+        ("scale", "ddof", "eps", "singleton", "whiten"),
+        defaults={"whiten": "batch", "scale": "group"},
+    ),
+    "reinforce_plus_plus_baseline": Estimator(
+        "r - mean, whitened over the tokens of the batch",
+        "arXiv:2501.03262; verl 0.9.1 reinforce_plus_plus_baseline",
+        "token",
+        ("baseline", "scale", "singleton", "whiten", "ddof"),
+        ("token_offsets",),
+        definition=_DIVIDED,
+        defaults={"whiten": "batch"},
+    ),
+    "reinforce_plus_plus": Estimator(
+        "R_t = r_t + gamma R_next over counted tokens, whitened over the tokens of the batch",
+        "arXiv:2501.03262; verl 0.9.1 reinforce_plus_plus",
+        "token",
+        ("gamma", "whiten", "ddof"),
+        ("token_offsets",),
+        defaults={"whiten": "batch"},
+        groups=False,
+    ),
+    "gae": Estimator(
+        "A_t = r_t + gamma V_next - V_t + gamma lam A_next over counted tokens",
+        "arXiv:1506.02438; verl 0.9.1 gae",
+        "token",
+        ("values", "gamma", "lam", "whiten", "ddof"),
+        ("values", "token_offsets"),
+        defaults={"whiten": "none"},
+        conventions={"verl": {"whiten": "batch"}},
+        groups=False,
+    ),
+    "optimal_token_baseline": Estimator(
+        _OTB.format("slot"),
+        "verl 0.9.1 optimal_token_baseline",
+        "token",
+        ("old_logp", "sum_pi_squared", "token_weight", "handle_zero_tail", "singleton"),
+        ("old_logp", "sum_pi_squared", "token_offsets"),
+    ),
+    "tir_optimal_token_baseline": Estimator(
+        _OTB.format("counted token"),
+        "verl 0.9.1 tir_optimal_token_baseline",
+        "token",
+        ("old_logp", "sum_pi_squared", "token_weight", "handle_zero_tail", "singleton"),
+        ("old_logp", "sum_pi_squared", "token_offsets"),
+    ),
+}
+AGGREGATIONS_OF_REWARDS = ("sum_then_normalize", "normalize_then_sum")
+NORMALIZE_ADVANTAGES = ("none", "batch")
+WHITEN = ("none", "batch")
+GPG_ALPHAS = ("informative", "nonzero", "none")
 SINGLETONS = {"zero": c.SINGLETON_ZERO, "raw": c.SINGLETON_RAW, "error": None}
 NAN_POLICIES = ("error", "exclude")
 TRAJECTORY_REWARDS = ("last", "sum", "error")

@@ -18,7 +18,9 @@ Mask = npt.NDArray[np.uint8]
 _BOUND = c.EXP_BOUND[np.dtype(np.float64)]
 
 
-def mismatch(a: Real, b: Real, mask: Mask | None, start: Int, stop: Int, clamp: float, out: Double) -> None:
+def mismatch(
+    a: Real, b: Real, mask: Mask | None, start: Int, stop: Int, clamp: float, out: Double, n_threads: int = 1
+) -> None:
     """The row of ``MISMATCH`` of every completion."""
     with np.errstate(all="ignore"):
         for i, (_, _, own, other) in enumerate(_completions(a, b, mask, start, stop)):
@@ -60,6 +62,7 @@ def mismatch_weights(
     high: float,
     outside: int,
     out: Real,
+    n_threads: int = 1,
 ) -> None:
     """The ratio of every counted token, held in the range or 0 outside of it."""
     with np.errstate(all="ignore"):
@@ -82,6 +85,7 @@ def mismatch_keep(
     low: float,
     high: float,
     keep: Mask,
+    n_threads: int = 1,
 ) -> None:
     """1 where a token counts and its statistic is in the range, ends included."""
     with np.errstate(all="ignore"):

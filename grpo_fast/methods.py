@@ -30,8 +30,8 @@ BETA_WITH_REFERENCE = 0.04  # DeepSeekMath, arXiv:2402.03300 section 4.2
 
 #: The keywords that choose a loss; :func:`grpo_fast.grpo_loss` explains them.
 OPTIONS = frozenset(OPTION_BOUNDS) | {
-    "importance_sampling_level", "loss_agg_mode", "kl_agg_mode", "empty_rows", "kl_empty_rows", "cispo_bound", "kl_estimator",
-    "kl_ratio_factor", "seed", "selected", "loss_params",
+    "importance_sampling_level", "loss_agg_mode", "kl_agg_mode", "empty_rows", "kl_empty_rows", "cispo_bound",
+    "kl_estimator", "kl_ratio_factor", "seed", "selected", "loss_params",
 }  # fmt: skip
 
 #: Options of which an explicit one puts a convention's other one aside.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import grpo_fast as gf
-from grpo_fast import _backends, _contract, _numpy_mismatch, correction_tables, padded_corrections
+from grpo_fast import _backends, _contract, _numpy_mismatch, correction_tables, padded
 from grpo_fast.correction_options import resolve
 from grpo_fast.corrections import importance_weights
 from grpo_fast.diagnostics import POSITION_METRICS, off_policy_metrics
@@ -486,7 +486,7 @@ def test_padded_is_packed_to_the_last_bit(mode: str, left: bool, backend: str) -
         "mode": mode, "clip_max": 1.5, "batch_normalize": "mean", "reject": "seq_mean_k3,token_k2",
         "reject_threshold": [0.5, 3.0], "backend": backend,
     }  # fmt: skip
-    weight, keep, metrics = padded_corrections.importance_weights(old, sampling, mask, **options)
+    weight, keep, metrics = padded.importance_weights(old, sampling, mask, **options)
     # packed as the padded rows are read: from the first to the last counted slot
     spans = [(s[0], s[-1] + 1) if len(s) else (0, 0) for s, _ in b.rows()]
     slots = np.concatenate([np.arange(*span) for span in spans])
@@ -501,18 +501,18 @@ def test_padded_is_packed_to_the_last_bit(mode: str, left: bool, backend: str) -
         assert (weight[~mask] == 0).all()
     np.testing.assert_array_equal(keep[mask], want[1][b.mask[slots]])
     assert not keep[~mask].any()
-    ours, _ = padded_corrections.off_policy_metrics(old, sampling, mask, backend=backend)
+    ours, _ = padded.off_policy_metrics(old, sampling, mask, backend=backend)
     theirs, _ = off_policy_metrics(b.old[slots], b.sampling[slots], offsets, mask=b.mask[slots], backend=backend)
     assert ours == theirs
     advantages = np.where(np.arange(len(lengths)) % 2, 1.0, -1.0)
     np.testing.assert_array_equal(
-        padded_corrections.off_policy_weights(old, sampling, advantages, mask, 0.01, backend=backend),
+        padded.off_policy_weights(old, sampling, advantages, mask, 0.01, backend=backend),
         off_policy_weights(
             b.old[slots], b.sampling[slots], advantages, offsets, 0.01, mask=b.mask[slots], backend=backend
         ),
     )
     entropy = np.where(mask, np.abs(np.nan_to_num(old)), NAN)
-    found = padded_corrections.top_entropy_weights(entropy, mask, 0.3)
+    found = padded.top_entropy_weights(entropy, mask, 0.3)
     np.testing.assert_array_equal(found[mask], top_entropy_weights(entropy[mask], [0, mask.sum()], 0.3))
     assert (found[~mask] == 0).all()
 
@@ -521,12 +521,10 @@ def test_three_dimensions_and_no_mask(backend: str) -> None:
     rng = np.random.default_rng(0)
     old = -rng.exponential(1.0, (2, 3, 5))
     sampling = old + 0.1 * rng.standard_normal(old.shape)
-    weight, keep, _ = padded_corrections.importance_weights(
-        old, sampling, mode="sequence_truncate", clip_max=1.1, backend=backend
-    )
+    weight, keep, _ = padded.importance_weights(old, sampling, mode="sequence_truncate", clip_max=1.1, backend=backend)
     np.testing.assert_allclose(weight, np.minimum(np.exp((old - sampling).sum(-1)), 1.1))
     assert keep.shape == old.shape and keep.all()
-    token, _, _ = padded_corrections.importance_weights(
+    token, _, _ = padded.importance_weights(
         old[..., :1], sampling[..., :1], mode="token_truncate", clip_max=9.0, backend=backend
     )
     assert token is not None and token.shape == (2, 3, 1)

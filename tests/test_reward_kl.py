@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import grpo_fast as gf
-from grpo_fast.padded_reward_kl import kl_in_reward as padded_kl_in_reward
+from grpo_fast.padded import kl_in_reward as padded_kl_in_reward
 
 LENGTHS = [3, 0, 5, 1, 700, 4]
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _validate as check
-from .reward_kl import LEVELS, AdaptiveKLController, FixedKLController, shape_ranges
+from .. import _validate as check
+from ..reward_kl import LEVELS, AdaptiveKLController, FixedKLController
+from ._layout import row_ranges
 
 
 def kl_in_reward(
@@ -53,7 +54,7 @@ def kl_in_reward(
 
     Examples
     --------
-    >>> from grpo_fast.padded_reward_kl import kl_in_reward
+    >>> from grpo_fast.padded import kl_in_reward
     >>> old, ref, mask = [[-1.0, -0.5], [-2.0, 0.0]], [[-1.5, -0.25], [-1.0, 0.0]], [[1, 1], [1, 0]]
     >>> kl_in_reward([1.0, 0.0], old, ref, mask, beta=0.1)[0]
     array([0.975, 0.1  ])
@@ -61,15 +62,14 @@ def kl_in_reward(
     array([[-0.05 ,  1.025],
            [ 0.1  ,  0.   ]])
     """
-    from .padded import _ranges  # which may import this module
 
     old = check.token_matrix("old_logp", old_logp)
     shape = old.shape
     level = check.one_of("level", level, LEVELS)
     of_rewards = shape if check.one_of("reward_level", reward_level, LEVELS) == "token" else shape[:-1]
     flat_mask = None if mask is None else check.mask("mask", _flat("mask", mask, shape), old.size)
-    ranges, flat_mask = _ranges(flat_mask, shape)
-    values, metrics = shape_ranges(
+    ranges, flat_mask = row_ranges(flat_mask, shape)
+    values, metrics = shaperow_ranges(
         _flat("rewards", rewards, of_rewards),
         old.reshape(-1),
         _flat("ref_logp", ref_logp, shape),

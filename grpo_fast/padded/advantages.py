@@ -1,194 +1,19 @@
-"""Losses and advantages on padded arrays, left or right padded, without packing them: one import to change.
-
-Token arrays are (..., L) with the completions in the leading dimensions, usually (B, L) or
-(prompts, group size, L). The kernels visit each row from its first counted slot to its last and
-skip what lies around, whatever it holds.
-"""
+"""Outcome and process advantages on padded arrays."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import _backends, process
-from . import _validate as check
-from . import advantages as adv
-from . import estimators as est
-from .losses import LossResult, Ranges, evaluate
-from .methods import OPTIONS
-
-
-def grpo_loss(
-    logp: npt.ArrayLike,
-    old_logp: npt.ArrayLike | None,
-    ref_logp: npt.ArrayLike | None,
-    advantages: npt.ArrayLike,
-    mask: npt.ArrayLike | None = None,
-    *,
-    loss_type: str | Callable[..., Any] | None = None,
-    convention: str | None = None,
-    advantage_level: str = "completion",
-    token_weight: npt.ArrayLike | None = None,
-    weight_level: str = "token",
-    group_ids: Any = None,
-    group_offsets: npt.ArrayLike | None = None,
-    compute_grad: bool = True,
-    grad_out: npt.NDArray[Any] | None = None,
-    grad_dtype: npt.DTypeLike | None = None,
-    n_threads: int | None = None,
-    backend: str | None = None,
-    **options: Any,
-) -> LossResult:
-    """:func:`grpo_fast.grpo_loss` on padded arrays; the same numbers as on the packed ones.
-
-    To the last bit, where packing keeps each row from its first counted slot to its last, as
-    :meth:`grpo_fast.Rollouts.from_padded` does.
-
-    Parameters
-    ----------
-    logp, old_logp, ref_logp : (..., L) floats
-    advantages : (...), or (..., L) with ``advantage_level="token"``
-    mask : (..., L) bool or 0/1; None counts every slot
-    group_ids, group_offsets
-        Of the completions in order, for ``loss_agg_mode="prompt-mean"``; with three dimensions the
-        first one is the prompts unless given.
-    token_weight : (..., L), or (...) with ``weight_level="completion"``
-    **options
-        The other keywords of :func:`grpo_fast.grpo_loss`. Where a constant length is needed and
-        none is given it is L.
-
-    Returns
-    -------
-    LossResult
-        ``grad`` is (..., L), 0 wherever the mask is 0; ``per_completion`` is (n_completions,).
-
-    Raises
-    ------
-    ValueError, TypeError
-        As :func:`grpo_fast.grpo_loss`; shapes that disagree are named.
-
-    Examples
-    --------
-    >>> import numpy as np, grpo_fast as gf
-    >>> logp = np.log([[0.5, 0.25], [0.5, 1.0]])
-    >>> gf.padded.grpo_loss(logp, logp, None, [1.0, -1.0], [[1, 1], [1, 0]]).grad
-    array([[-0.25, -0.25],
-           [ 0.5 ,  0.  ]])
-    """
-    array = check.token_matrix("logp", logp)
-    shape, rows = array.shape, array.shape[:-1]
-    check.one_of("advantage_level", advantage_level, ("completion", "token"))
-    check.one_of("weight_level", weight_level, ("token", "completion"))
-    flat_mask = None if mask is None else check.mask("mask", _flat("mask", mask, shape), array.size)
-    ranges, flat_mask = _ranges(flat_mask, shape)
-    if len(rows) == 2 and group_ids is None and group_offsets is None:
-        group_offsets = np.arange(rows[0] + 1) * rows[1]
-    for name in options:
-        if name not in OPTIONS:
-            close = difflib.get_close_matches(name, OPTIONS, n=1)
-            raise TypeError(
-                f"padded.grpo_loss: got an unexpected keyword {name!r}; "
-                + (f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(sorted(OPTIONS))}")
-            )
-    result = evaluate(
-        ranges,
-        array.reshape(-1),
-        None if old_logp is None else _flat("old_logp", old_logp, shape),
-        None if ref_logp is None else _flat("ref_logp", ref_logp, shape),
-        _flat("advantages", advantages, shape if advantage_level == "token" else rows),
-        options,
-        loss_type=loss_type,
-        convention=convention,
-        mask=flat_mask,
-        token_weight=None
-        if token_weight is None
-        else _flat("token_weight", token_weight, shape if weight_level == "token" else rows),
-        weight_level=weight_level,
-        advantage_level=advantage_level,
-        group_ids=group_ids,
-        group_offsets=group_offsets,
-        compute_grad=compute_grad,
-        grad_out=None if grad_out is None else _flat_output(grad_out, shape),
-        grad_dtype=grad_dtype,
-        n_threads=n_threads,
-        backend=backend,
-    )
-    return replace(result, grad=None if result.grad is None else result.grad.reshape(shape))
-
-
-def grpo(
-    rewards: npt.ArrayLike,
-    logp: npt.ArrayLike,
-    old_logp: npt.ArrayLike | None,
-    ref_logp: npt.ArrayLike | None,
-    mask: npt.ArrayLike | None = None,
-    *,
-    baseline: str | None = None,
-    scale: str | None = None,
-    ddof: int | None = None,
-    eps: float | None = None,
-    singleton: str | None = None,
-    nan_policy: str | None = None,
-    backend: str | None = None,
-    **loss_options: Any,
-) -> tuple[npt.NDArray[Any], LossResult]:
-    """Group-relative advantages of (P, G) rewards and the loss of (P, G, L) log-probs, in one call.
-
-    Parameters
-    ----------
-    rewards : (P, G)
-    logp, old_logp, ref_logp, mask : (P, G, L), as in :func:`grpo_loss`
-    baseline, scale, ddof, eps, singleton, nan_policy
-        As in :func:`grpo_fast.group_advantages`.
-    **loss_options
-        Keywords of :func:`grpo_loss`.
-
-    Returns
-    -------
-    (advantages, LossResult)
-        ``advantages`` is (P, G).
-
-    Raises
-    ------
-    ValueError, TypeError
-        As the two functions it calls.
-
-    References
-    ----------
-    Shao et al. 2024, arXiv:2402.03300, section 4.1.2 and eq. 3.
-
-    Examples
-    --------
-    >>> import numpy as np, grpo_fast as gf
-    >>> logp = np.full((1, 2, 3), -1.0)
-    >>> advantages, result = gf.padded.grpo([[1, 0]], logp, None, None, eps=0.0)
-    >>> advantages, result.loss
-    (array([[ 1., -1.]]), 0.0)
-    """
-    array = check.token_matrix("logp", logp)
-    reward_array = check.real("rewards", rewards, ndim=2)
-    if array.shape[:-1] != reward_array.shape:
-        raise ValueError(
-            f"rewards: expected shape {array.shape[:-1]}, the leading dimensions of logp, got {reward_array.shape}; "
-            "both are (prompts, group size)"
-        )
-    advantages = adv.group_advantages(
-        reward_array,
-        baseline=baseline,
-        scale=scale,
-        ddof=ddof,
-        eps=eps,
-        singleton=singleton,
-        nan_policy=nan_policy,
-        backend=backend,
-    )
-    return advantages, grpo_loss(array, old_logp, ref_logp, advantages, mask, backend=backend, **loss_options)
+from .. import _backends, process
+from .. import _validate as check
+from .. import advantages as adv
+from .. import estimators as est
+from ._layout import flatten, row_ranges
 
 
 def group_advantages(
@@ -275,9 +100,9 @@ def group_advantages(
         shape = check.any_array(first, mask if mask is not None else of_tokens[first]).shape
         if len(shape) not in (2, 3):
             raise ValueError(f"{first}: expected shape (B, L) or (P, G, L), got {shape}; reshape it")
-        of_tokens = {name: _flat(name, array, shape, first) for name, array in of_tokens.items()}
-        flat_mask = None if mask is None else check.mask("mask", _flat("mask", mask, shape), int(np.prod(shape)))
-        ranges, flat_mask = _ranges(flat_mask, shape)
+        of_tokens = {name: flatten(name, array, shape, first) for name, array in of_tokens.items()}
+        flat_mask = None if mask is None else check.mask("mask", flatten("mask", mask, shape), int(np.prod(shape)))
+        ranges, flat_mask = row_ranges(flat_mask, shape)
         tokens = est.Tokens(ranges.start, ranges.stop, flat_mask, ranges.n_slots, shape[-1])
         rows = shape[:-1]
         if rewards is not None:
@@ -291,7 +116,7 @@ def group_advantages(
         if len(rows) == 2 and group_ids is None and group_offsets is None:
             group_offsets = np.arange(rows[0] + 1) * rows[1]
         if baseline_rewards is not None:
-            baseline_rewards = _flat("baseline_rewards", baseline_rewards, rows, first)
+            baseline_rewards = flatten("baseline_rewards", baseline_rewards, rows, first)
     options = {
         "baseline": baseline,
         "scale": scale,
@@ -386,7 +211,7 @@ def process_advantages(
     if rewards.ndim not in (2, 3):
         raise ValueError(f"step_rewards: expected shape (B, S) or (P, G, S), got {rewards.shape}; reshape it")
     rows, n = rewards.shape[:-1], int(np.prod(rewards.shape[:-1]))
-    ends = check.integers("step_ends", _flat("step_ends", step_ends, rewards.shape, "step_rewards"))
+    ends = check.integers("step_ends", flatten("step_ends", step_ends, rewards.shape, "step_rewards"))
     flags = check.any_array("mask", mask)
     if flags.ndim != rewards.ndim or flags.shape[:-1] != rows:
         raise ValueError(f"mask: expected shape {(*rows, 'L')} to go with step_rewards, got {flags.shape}; reshape it")
@@ -406,7 +231,7 @@ def process_advantages(
     if rewards.ndim == 3 and group_ids is None and group_offsets is None:
         group_offsets = np.arange(rows[0] + 1) * rows[1]
     if step_groups is not None:
-        step_groups = _flat("step_groups", step_groups, rewards.shape, "step_rewards")[there]
+        step_groups = flatten("step_groups", step_groups, rewards.shape, "step_rewards")[there]
     if outcome_rewards is not None:
         array = check.any_array("outcome_rewards", outcome_rewards)
         if array.shape[: len(rows)] != rows or array.ndim > len(rows) + 1:
@@ -426,32 +251,3 @@ def process_advantages(
     )
     result[counted == 0] = 0
     return result.reshape(flags.shape)
-
-
-def _flat(name: str, values: npt.ArrayLike, shape: tuple[int, ...], other: str = "logp") -> npt.NDArray[Any]:
-    array = check.any_array(name, values)
-    if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape} to go with {other}, got {array.shape}; reshape or slice it")
-    return array.reshape(-1)
-
-
-def _flat_output(grad_out: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    if not isinstance(grad_out, np.ndarray) or grad_out.shape != shape or not grad_out.flags.c_contiguous:
-        got = f"shape {grad_out.shape}" if isinstance(grad_out, np.ndarray) else type(grad_out).__name__
-        raise ValueError(f"grad_out: expected a contiguous array of shape {shape}, got {got}; pass np.empty_like(logp)")
-    return grad_out.reshape(-1)
-
-
-def _ranges(mask: npt.NDArray[np.uint8] | None, shape: tuple[int, ...]) -> tuple[Ranges, npt.NDArray[np.uint8] | None]:
-    """From the first to the last counted slot of every row, and the mask where there are holes between them."""
-    width = shape[-1]
-    n = int(np.prod(shape[:-1]))
-    first = np.arange(n, dtype=np.int64) * width
-    if mask is None or mask.size == 0:
-        return Ranges(first, first + width, n * width, packed=True, width=width), mask
-    rows = mask.reshape(n, width) != 0
-    counts = np.count_nonzero(rows, axis=1)
-    start = first + np.where(counts > 0, rows.argmax(axis=1), 0)
-    stop = np.where(counts > 0, first + width - rows[:, ::-1].argmax(axis=1), start)
-    holes = bool((stop - start != counts).any())
-    return Ranges(start, stop, n * width, packed=False, width=width), mask if holes else None

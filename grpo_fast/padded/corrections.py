@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _validate as check
-from . import padded as _padded
-from ._contract import Double
-from .correction_options import OPTIONS, resolve
-from .correction_tables import CORRECTIONS
-from .corrections import weigh
-from .diagnostics import POSITION_EDGES, diagnose
-from .losses import Ranges
-from .mismatch import Mask
-from .off_policy import drifted, spiky
+from .. import _validate as check
+from .._contract import Double
+from ..correction_options import OPTIONS, resolve
+from ..correction_tables import CORRECTIONS
+from ..corrections import weigh
+from ..diagnostics import POSITION_EDGES, diagnose
+from ..losses import Ranges
+from ..mismatch import Mask
+from ..off_policy import drifted, spiky
+from ._layout import row_ranges
 
 
 def importance_weights(
@@ -63,7 +63,7 @@ def importance_weights(
 
     Examples
     --------
-    >>> from grpo_fast.padded_corrections import importance_weights
+    >>> from grpo_fast.padded import importance_weights
     >>> weight, mask, metrics = importance_weights(
     ...     [[-1.0, -1.5], [-1.0, 0.0]], [[-1.5, -1.0], [-3.5, 0.0]], [[1, 1], [1, 0]], mode="token_mask", clip_max=2.0
     ... )
@@ -118,7 +118,7 @@ def off_policy_weights(
 
     Examples
     --------
-    >>> from grpo_fast.padded_corrections import off_policy_weights
+    >>> from grpo_fast.padded import off_policy_weights
     >>> off_policy_weights([[-1.0, -1.0], [-1.0, -1.0]], [[-0.4, -0.4], [-0.4, 0.0]], [-1.0, 1.0], threshold=0.5)
     array([0., 1.])
     """
@@ -170,7 +170,7 @@ def top_entropy_weights(
 
     Examples
     --------
-    >>> from grpo_fast.padded_corrections import top_entropy_weights
+    >>> from grpo_fast.padded import top_entropy_weights
     >>> top_entropy_weights([[0.1, 2.0], [0.3, 9.0]], [[1, 1], [1, 0]], quantile=0.4)
     array([[0., 1.],
            [0., 0.]])
@@ -219,7 +219,7 @@ def off_policy_metrics(
 
     Examples
     --------
-    >>> from grpo_fast.padded_corrections import off_policy_metrics
+    >>> from grpo_fast.padded import off_policy_metrics
     >>> metrics, _ = off_policy_metrics([[-1.0, -1.5], [-1.0, 0.0]], [[-1.5, -1.0], [-1.0, 0.0]], [[1, 1], [1, 0]])
     >>> metrics["tokens"], metrics["kl"]
     (3.0, 0.0)
@@ -244,7 +244,7 @@ def _layout(
 ) -> tuple[Ranges, Mask | None]:
     """From the first to the last counted slot of every row, and the mask where there are holes between them."""
     flat = None if mask is None else check.mask("mask", _flat("mask", mask, shape, like), int(np.prod(shape)))
-    return _padded._ranges(flat, shape)
+    return row_ranges(flat, shape)
 
 
 def _flat(name: str, values: npt.ArrayLike, shape: tuple[int, ...], like: str = "the log-probs") -> npt.NDArray[Any]:

@@ -1,0 +1,184 @@
+"""The loss on padded arrays, and advantages with loss in one call."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _validate as check
+from .. import advantages as adv
+from ..losses import LossResult, evaluate
+from ..methods import OPTIONS
+from ._layout import flat_output, flatten, row_ranges
+
+
+def grpo_loss(
+    logp: npt.ArrayLike,
+    old_logp: npt.ArrayLike | None,
+    ref_logp: npt.ArrayLike | None,
+    advantages: npt.ArrayLike,
+    mask: npt.ArrayLike | None = None,
+    *,
+    loss_type: str | Callable[..., Any] | None = None,
+    convention: str | None = None,
+    advantage_level: str = "completion",
+    token_weight: npt.ArrayLike | None = None,
+    weight_level: str = "token",
+    group_ids: Any = None,
+    group_offsets: npt.ArrayLike | None = None,
+    compute_grad: bool = True,
+    grad_out: npt.NDArray[Any] | None = None,
+    grad_dtype: npt.DTypeLike | None = None,
+    n_threads: int | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> LossResult:
+    """:func:`grpo_fast.grpo_loss` on padded arrays; the same numbers as on the packed ones.
+
+    To the last bit, where packing keeps each row from its first counted slot to its last, as
+    :meth:`grpo_fast.Rollouts.from_padded` does.
+
+    Parameters
+    ----------
+    logp, old_logp, ref_logp : (..., L) floats
+    advantages : (...), or (..., L) with ``advantage_level="token"``
+    mask : (..., L) bool or 0/1; None counts every slot
+    group_ids, group_offsets
+        Of the completions in order, for ``loss_agg_mode="prompt-mean"``; with three dimensions the
+        first one is the prompts unless given.
+    token_weight : (..., L), or (...) with ``weight_level="completion"``
+    **options
+        The other keywords of :func:`grpo_fast.grpo_loss`. Where a constant length is needed and
+        none is given it is L.
+
+    Returns
+    -------
+    LossResult
+        ``grad`` is (..., L), 0 wherever the mask is 0; ``per_completion`` is (n_completions,).
+
+    Raises
+    ------
+    ValueError, TypeError
+        As :func:`grpo_fast.grpo_loss`; shapes that disagree are named.
+
+    Examples
+    --------
+    >>> import numpy as np, grpo_fast as gf
+    >>> logp = np.log([[0.5, 0.25], [0.5, 1.0]])
+    >>> gf.padded.grpo_loss(logp, logp, None, [1.0, -1.0], [[1, 1], [1, 0]]).grad
+    array([[-0.25, -0.25],
+           [ 0.5 ,  0.  ]])
+    """
+    array = check.token_matrix("logp", logp)
+    shape, rows = array.shape, array.shape[:-1]
+    check.one_of("advantage_level", advantage_level, ("completion", "token"))
+    check.one_of("weight_level", weight_level, ("token", "completion"))
+    flat_mask = None if mask is None else check.mask("mask", flatten("mask", mask, shape), array.size)
+    ranges, flat_mask = row_ranges(flat_mask, shape)
+    if len(rows) == 2 and group_ids is None and group_offsets is None:
+        group_offsets = np.arange(rows[0] + 1) * rows[1]
+    for name in options:
+        if name not in OPTIONS:
+            close = difflib.get_close_matches(name, OPTIONS, n=1)
+            raise TypeError(
+                f"padded.grpo_loss: got an unexpected keyword {name!r}; "
+                + (f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(sorted(OPTIONS))}")
+            )
+    result = evaluate(
+        ranges,
+        array.reshape(-1),
+        None if old_logp is None else flatten("old_logp", old_logp, shape),
+        None if ref_logp is None else flatten("ref_logp", ref_logp, shape),
+        flatten("advantages", advantages, shape if advantage_level == "token" else rows),
+        options,
+        loss_type=loss_type,
+        convention=convention,
+        mask=flat_mask,
+        token_weight=None
+        if token_weight is None
+        else flatten("token_weight", token_weight, shape if weight_level == "token" else rows),
+        weight_level=weight_level,
+        advantage_level=advantage_level,
+        group_ids=group_ids,
+        group_offsets=group_offsets,
+        compute_grad=compute_grad,
+        grad_out=None if grad_out is None else flat_output(grad_out, shape),
+        grad_dtype=grad_dtype,
+        n_threads=n_threads,
+        backend=backend,
+    )
+    return replace(result, grad=None if result.grad is None else result.grad.reshape(shape))
+
+
+def grpo(
+    rewards: npt.ArrayLike,
+    logp: npt.ArrayLike,
+    old_logp: npt.ArrayLike | None,
+    ref_logp: npt.ArrayLike | None,
+    mask: npt.ArrayLike | None = None,
+    *,
+    baseline: str | None = None,
+    scale: str | None = None,
+    ddof: int | None = None,
+    eps: float | None = None,
+    singleton: str | None = None,
+    nan_policy: str | None = None,
+    backend: str | None = None,
+    **loss_options: Any,
+) -> tuple[npt.NDArray[Any], LossResult]:
+    """Group-relative advantages of (P, G) rewards and the loss of (P, G, L) log-probs, in one call.
+
+    Parameters
+    ----------
+    rewards : (P, G)
+    logp, old_logp, ref_logp, mask : (P, G, L), as in :func:`grpo_loss`
+    baseline, scale, ddof, eps, singleton, nan_policy
+        As in :func:`grpo_fast.group_advantages`.
+    **loss_options
+        Keywords of :func:`grpo_loss`.
+
+    Returns
+    -------
+    (advantages, LossResult)
+        ``advantages`` is (P, G).
+
+    Raises
+    ------
+    ValueError, TypeError
+        As the two functions it calls.
+
+    References
+    ----------
+    Shao et al. 2024, arXiv:2402.03300, section 4.1.2 and eq. 3.
+
+    Examples
+    --------
+    >>> import numpy as np, grpo_fast as gf
+    >>> logp = np.full((1, 2, 3), -1.0)
+    >>> advantages, result = gf.padded.grpo([[1, 0]], logp, None, None, eps=0.0)
+    >>> advantages, result.loss
+    (array([[ 1., -1.]]), 0.0)
+    """
+    array = check.token_matrix("logp", logp)
+    reward_array = check.real("rewards", rewards, ndim=2)
+    if array.shape[:-1] != reward_array.shape:
+        raise ValueError(
+            f"rewards: expected shape {array.shape[:-1]}, the leading dimensions of logp, got {reward_array.shape}; "
+            "both are (prompts, group size)"
+        )
+    advantages = adv.group_advantages(
+        reward_array,
+        baseline=baseline,
+        scale=scale,
+        ddof=ddof,
+        eps=eps,
+        singleton=singleton,
+        nan_policy=nan_policy,
+        backend=backend,
+    )
+    return advantages, grpo_loss(array, old_logp, ref_logp, advantages, mask, backend=backend, **loss_options)

@@ -89,7 +89,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "corrections": {"mode": "sequence_mask", "clip_max": 3.0},
         "notes": (
             "loss_type='cispo' with the default epsilon_high caps every weight at 0.2, as TRL does; 5.0 is recommended",
-            "an empty completion, which TRL cannot hold, counts as a sequence; its part of gmpo's loss is -A / B there and 0 "
+            "an empty completion, which TRL cannot hold, counts as a sequence; in gmpo it adds -A / B there and 0 "
             "here, without a gradient in either",
             "divisions by gradient accumulation steps are left to the caller (num_processes takes them for dapo, cispo "
             "and vespo: num_processes * steps_per_generation / gradient_accumulation_steps)",

@@ -69,7 +69,7 @@ def kl_in_reward(
     of_rewards = shape if check.one_of("reward_level", reward_level, LEVELS) == "token" else shape[:-1]
     flat_mask = None if mask is None else check.mask("mask", _flat("mask", mask, shape), old.size)
     ranges, flat_mask = row_ranges(flat_mask, shape)
-    values, metrics = shaperow_ranges(
+    values, metrics = shape_ranges(
         _flat("rewards", rewards, of_rewards),
         old.reshape(-1),
         _flat("ref_logp", ref_logp, shape),

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _validate as check
-from ..reward_kl import LEVELS, AdaptiveKLController, FixedKLController
+from ..reward_kl import LEVELS, AdaptiveKLController, FixedKLController, shape_ranges
 from ._layout import row_ranges
 
 

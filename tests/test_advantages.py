@@ -529,11 +529,11 @@ def test_options() -> None:
         **two,
     )
     raises(
-        "baseline: unknown 'meen'; did you mean 'mean'? known are 'mean', 'leave_one_out', 'none'",
+        "baseline: unknown 'meen'; did you mean 'mean'? known are 'mean', 'leave_one_out', 'length_weighted', 'none'",
         baseline="meen",
         **two,
     )
-    raises("scale: unknown 'std'; known are 'group', 'batch', 'none'", scale="std", **two)
+    raises("scale: unknown 'std'; known are 'group', 'batch', 'leave_one_out', 'none'", scale="std", **two)
     raises("singleton: unknown 'drop'; known are 'zero', 'raw', 'error'", singleton="drop", **two)
     raises("nan_policy: unknown 'omit'; known are 'error', 'exclude'", nan_policy="omit", **two)
     raises("ddof: expected 0 (population) or 1 (sample), got 2; pass one of the two", ddof=2, **two)

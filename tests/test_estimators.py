@@ -188,6 +188,13 @@ def test_others_nearly_equal() -> None:
     np.testing.assert_allclose(found[0], (1e6 - rewards[1:].mean()) / others, rtol=1e-9)
 
 
+def test_others_equal_but_for_rounding(backend: str) -> None:
+    """Two workers that computed the same score differ by an ULP: not divided by that."""
+    options = {"baseline": "leave_one_out", "scale": "leave_one_out", "ddof": 1, "eps": 0.0, "backend": backend}
+    found = gf.group_advantages([1.0, 0.3, 0.1 + 0.2], group_ids=[0] * 3, **options)
+    assert found[0] == pytest.approx(0.7)
+
+
 # ---- along tokens -------------------------------------------------------------------------------------
 
 

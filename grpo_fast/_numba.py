@@ -73,9 +73,7 @@ def _loops(plan: Plan, dtype: type[np.generic], custom: Any) -> tuple[Any, Any]:
     return surrogate, known_loop(False, int(plan.kl), dtype) if plan.kl != c.KL_NONE else None
 
 
-def policy_loss(
-    plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int, custom: Any = None
-) -> None:
+def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int, custom: Any = None) -> None:
     """Statistics of every completion and, where ``grad`` is given, the gradient in its slots.
 
     ``custom`` is what :func:`grpo_fast.custom.prepare` made, for a plan with ``SURROGATE_CUSTOM``.

@@ -12,6 +12,7 @@ from numba.extending import overload
 from . import _contract as c
 from ._numba_jit import inner, options
 
+
 def _make_exp(real: Any, integer: Any, shift: int, bias: int, magic: float, log2e: str, ln2_hi: str, ln2_lo: str,
               tail: str) -> Any:  # fmt: skip
     """``(x, bound) -> (e, e - 1, e - 1 - x)`` with e = exp(x held in +-bound), the last two to full precision.
@@ -70,12 +71,12 @@ def _exp(x, bound):
     return lambda x, bound: of_dtype(x, bound)
 
 
-TOP = c.EXP_BOUND[np.dtype(np.float64)]
+TOP32, TOP64 = (c.EXP_BOUND[np.dtype(real)] for real in (np.float32, np.float64))
 
 
 @inner
 def _fading_exp32(x):
-    zero, bound = np.float32(0), np.float32(c.EXP_BOUND[np.dtype(np.float32)])
+    zero, bound = np.float32(0), np.float32(TOP32)
     e = exp32(x, bound)[0]
     e = zero if x < -bound else e
     return np.float32(np.inf) if x > bound else e
@@ -84,7 +85,7 @@ def _fading_exp32(x):
 @inner
 def _fading_exp64(x):
     bound = 700.0  # where the exponent of what exp64 puts together ends
-    e = exp64(TOP if x > TOP else x, bound)[0]
+    e = exp64(TOP64 if x > TOP64 else x, bound)[0]
     return 0.0 if x < -bound else e
 
 

@@ -31,7 +31,7 @@ plain: dict[str, Any] = {"error_model": "numpy", "nogil": True}  # exactly as wr
 inner = njit(**called)
 reduction = njit(**called | sums)
 driver = njit(**called, inline="always")  # LLVM optimises all of a call tree again at every level of it
-formula = register_jitable(**called)  # stays a Python function, by which loops are kept
+formula = register_jitable(**called, forceinline=True)  # stays a Python function, by which loops are kept
 exactly = njit(**plain)
 exact_formula = register_jitable(**plain)
 sum_formula = register_jitable(**plain | sums)

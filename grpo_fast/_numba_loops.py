@@ -265,5 +265,6 @@ def common_block(plan, tokens, own, first, row, grad, s, limits):
     old_logp = view(tokens.old_logp.address + at, TILE, s.dtype)
     out = s[G : G + np.uint64(TILE)] if grad.itemsize == 0 else view(grad.address + at, TILE, s.dtype)
     ref_logp = logp if plan.kl == c.KL_NONE else view(tokens.ref_logp.address + at, TILE, s.dtype)
-    return _clip_and_k3(plan, logp, old_logp, ref_logp, out, own.advantage, own.factor,
-        own.weight, own.kl_weight, limits, row)
+    return _clip_and_k3(
+        plan, logp, old_logp, ref_logp, out, own.advantage, own.factor, own.weight, own.kl_weight, limits, row
+    )

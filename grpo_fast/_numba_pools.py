@@ -10,6 +10,7 @@ import numpy as np
 from . import _contract as c
 from ._numba_jit import exact_formula, exactly, kernel
 
+
 @exactly
 def _exact_sum(values, scale, partials):
     """The sum of values * scale, rounded once: partial sums that do not overlap (Shewchuk 1997; math.fsum)."""

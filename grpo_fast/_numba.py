@@ -67,7 +67,7 @@ def _pieces(start: Int, stop: Int, whole: bool) -> tuple[Int, Int, Int]:
     return owner, begin, np.minimum(begin + CHUNK, stop[owner])
 
 
-def _loops(plan: Plan, dtype: type[np.generic], custom: Any) -> tuple[Any, Any]:
+def _loops(plan: Plan, dtype: Any, custom: Any) -> tuple[Any, Any]:
     """What the plan needs in this dtype: the surrogate's loop, and the KL's."""
     surrogate = custom.loop(dtype) if custom is not None else known_loop(True, int(plan.surrogate), dtype)
     return surrogate, known_loop(False, int(plan.kl), dtype) if plan.kl != c.KL_NONE else None

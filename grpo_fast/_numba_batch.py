@@ -87,7 +87,7 @@ def _stages(plan, loops, reduced, own, s, size, row):
         fill(s, R, exp(reduced.lam, plan.exp_bound)[0])
         own_lam = reduced.flows if plan.level == c.LEVEL_SEQUENCE_TOKEN else 0.0
     kl = 0.0
-    through = call_loop(loops.surrogate, loops.numbers, s.ctypes.data, size, own.weight, own_lam, row.ctypes.data)
+    through: Any = call_loop(loops.surrogate, loops.numbers, s.ctypes.data, size, own.weight, own_lam, row.ctypes.data)
     if through == through or s.itemsize == 8:
         if loops.kl != 0:
             kl = call_loop(loops.kl, loops.numbers, s.ctypes.data, size, own.kl_weight, reduced.rho, row.ctypes.data)

@@ -47,7 +47,7 @@ class Custom:
     _function: Surrogate = field(repr=False)
     _adapted: Any = field(repr=False)
 
-    def loop(self, dtype: type[np.generic]) -> Any:
+    def loop(self, dtype: Any) -> Any:
         """The loop over a block in this dtype, compiled when first asked for."""
         return _loop(self._adapted, dtype)
 
@@ -145,7 +145,7 @@ def _python_function(function: Surrogate) -> Surrogate:
             f"loss_type: {_name(python)} raises (or asserts), which a loop over tokens cannot; "
             "return math.nan there instead, and the loss raises"
         )
-    return python  # type: ignore[no-any-return]
+    return python
 
 
 def _parameters(loss_params: float | Sequence[float] | None) -> Params:
@@ -209,11 +209,16 @@ def _adapted(function: Surrogate) -> Any:
     own = {name: value for name, value in getattr(function, "targetoptions", {}).items() if name == "fastmath"}
     compiled = njit(**plain | own)(python)
 
+    beyond = 1e20
+
     @njit(**plain)
     def adapted(lam, r, logp, old_logp, a, p, bound):  # type: ignore[no-untyped-def]
         real = type(r)
         value, lam_slope, logp_slope = compiled(lam, logp, old_logp, a, p)
-        return real(value), real(lam_slope), real(logp_slope)
+        most = max(abs(lam_slope), abs(logp_slope))
+        # too much for float32 to be weighed and added up, or NaN: that makes the sum so
+        wild = real(0) if most <= beyond and value == value else real(np.nan)
+        return real(value) + wild, real(lam_slope), real(logp_slope)
 
     try:
         _loop(adapted, np.float64)
@@ -227,7 +232,7 @@ def _adapted(function: Surrogate) -> Any:
 
 
 @functools.lru_cache(maxsize=128)
-def _loop(adapted: Any, dtype: type[np.generic]) -> Any:
+def _loop(adapted: Any, dtype: Any) -> Any:
     from ._numba_loops import surrogate_loop
 
     return surrogate_loop(adapted, dtype, keep=False)

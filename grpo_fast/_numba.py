@@ -76,7 +76,8 @@ def _loops(plan: Plan, dtype: Any, custom: Any) -> tuple[Any, Any]:
 def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int, custom: Any = None) -> None:
     """Statistics of every completion and, where ``grad`` is given, the gradient in its slots.
 
-    ``custom`` is what :func:`grpo_fast.custom.prepare` made, for a plan with ``SURROGATE_CUSTOM``.
+    ``custom`` is what :func:`grpo_fast.custom.prepare` made, for a plan with ``SURROGATE_CUSTOM``; it raises where
+    its function gave NaN or inf.
     """
     dtype = np.result_type(*(a.dtype for a in (batch.logp, batch.old_logp, batch.ref_logp) if a is not None))
     whole = plan.level != c.LEVEL_TOKEN or (plan.rho != c.RHO_NONE and plan.rho_level != c.LEVEL_TOKEN)
@@ -108,6 +109,8 @@ def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_th
     _share(run, end - begin, n_threads)
     if split:
         batches.merge(_given(owner, np.int64), rows, stats)
+    if custom is not None:
+        custom.verify(batch, stats)
 
 
 def _share(run: Callable[[Any], None], lengths: Int, n_threads: int) -> None:

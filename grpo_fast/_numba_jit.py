@@ -41,7 +41,7 @@ def _stamp() -> str:
     """A hash of the sources of all kernels; where there are none to read, the version."""
     digest = hashlib.sha256(__version__.encode())
     here = Path(__file__).parent
-    for path in sorted([*here.glob("_numba*.py"), here / "_contract.py"]):
+    for path in sorted([*here.glob("_numba_*.py"), here / "_contract.py"]):
         if path.exists():
             digest.update(path.read_bytes())
     return digest.hexdigest()

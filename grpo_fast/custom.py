@@ -120,7 +120,9 @@ def prepare(
     kernels = _backends.get("numba")
     for point in _TRIALS:
         _try(python, point, params)
-    return Custom(_name(python), params, kernels, python, _adapted(function))
+    adapted = _adapted(function)
+    _loop(adapted, np.float64)  # which every batch needs
+    return Custom(_name(python), params, kernels, python, adapted)
 
 
 def _python_function(function: Surrogate) -> Surrogate:
@@ -200,7 +202,6 @@ def _try(function: Surrogate, point: tuple[float, ...], params: Params) -> None:
 def _adapted(function: Surrogate) -> Any:
     """In the shape of the formulas of ``_numba_formulas``, and in the dtype it is called with."""
     from numba import njit
-    from numba.core.errors import NumbaError
 
     from ._numba_jit import plain
 
@@ -209,33 +210,34 @@ def _adapted(function: Surrogate) -> Any:
     own = {name: value for name, value in getattr(function, "targetoptions", {}).items() if name == "fastmath"}
     compiled = njit(**plain | own)(python)
 
-    beyond = 1e20
-
     @njit(**plain)
     def adapted(lam, r, logp, old_logp, a, p, bound):  # type: ignore[no-untyped-def]
         real = type(r)
         value, lam_slope, logp_slope = compiled(lam, logp, old_logp, a, p)
-        most = max(abs(lam_slope), abs(logp_slope))
-        # too much for float32 to be weighed and added up, or NaN: that makes the sum so
-        wild = real(0) if most <= beyond and value == value else real(np.nan)
-        return real(value) + wild, real(lam_slope), real(logp_slope)
+        # what is too much to be weighed and added up in this dtype, or NaN, makes the sum of the block NaN
+        beyond = 1e20 if real(1e60) == np.inf else 1e150
+        most = max(abs(value), abs(lam_slope), abs(logp_slope))
+        fits = (most <= beyond) & (value == value) & (lam_slope == lam_slope) & (logp_slope == logp_slope)
+        return real(value) if fits else real(np.nan), real(lam_slope), real(logp_slope)
 
-    try:
-        _loop(adapted, np.float64)
-    except NumbaError as error:
-        reason = str(error).strip().splitlines()
-        raise TypeError(
-            f"loss_type: Numba cannot compile {_name(python)}: {' '.join(line.strip() for line in reason[:4])}; "
-            "use numbers, the math module, if and for, and other functions that numba.njit made"
-        ) from error
+    adapted.py_func.__name__ = _name(python)  # for errors
     return adapted
 
 
 @functools.lru_cache(maxsize=128)
 def _loop(adapted: Any, dtype: Any) -> Any:
+    from numba.core.errors import NumbaError
+
     from ._numba_loops import surrogate_loop
 
-    return surrogate_loop(adapted, dtype, keep=False)
+    try:
+        return surrogate_loop(adapted, dtype, keep=False)
+    except NumbaError as error:
+        reason = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise TypeError(
+            f"loss_type: Numba cannot compile {_name(adapted.py_func)} for {np.dtype(dtype)}: {' '.join(reason[:4])}; "
+            "use numbers, the math module, if and for, and other functions that numba.njit made"
+        ) from error
 
 
 # ---- are the slopes those of the value? --------------------------------------------------------------

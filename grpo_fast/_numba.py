@@ -67,7 +67,7 @@ def _pieces(start: Int, stop: Int, whole: bool) -> tuple[Int, Int, Int]:
     return owner, begin, np.minimum(begin + CHUNK, stop[owner])
 
 
-def _loops(plan: Plan, dtype: type[np.generic], custom: Any) -> tuple[Any, Any]:
+def _loops(plan: Plan, dtype: Any, custom: Any) -> tuple[Any, Any]:
     """What the plan needs in this dtype: the surrogate's loop, and the KL's."""
     surrogate = custom.loop(dtype) if custom is not None else known_loop(True, int(plan.surrogate), dtype)
     return surrogate, known_loop(False, int(plan.kl), dtype) if plan.kl != c.KL_NONE else None
@@ -76,7 +76,8 @@ def _loops(plan: Plan, dtype: type[np.generic], custom: Any) -> tuple[Any, Any]:
 def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_threads: int, custom: Any = None) -> None:
     """Statistics of every completion and, where ``grad`` is given, the gradient in its slots.
 
-    ``custom`` is what :func:`grpo_fast.custom.prepare` made, for a plan with ``SURROGATE_CUSTOM``.
+    ``custom`` is what :func:`grpo_fast.custom.prepare` made, for a plan with ``SURROGATE_CUSTOM``; it raises where
+    its function gave NaN or inf.
     """
     dtype = np.result_type(*(a.dtype for a in (batch.logp, batch.old_logp, batch.ref_logp) if a is not None))
     whole = plan.level != c.LEVEL_TOKEN or (plan.rho != c.RHO_NONE and plan.rho_level != c.LEVEL_TOKEN)
@@ -108,6 +109,8 @@ def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_th
     _share(run, end - begin, n_threads)
     if split:
         batches.merge(_given(owner, np.int64), rows, stats)
+    if custom is not None:
+        custom.verify(batch, stats)
 
 
 def _share(run: Callable[[Any], None], lengths: Int, n_threads: int) -> None:

@@ -71,7 +71,7 @@ class Loops(NamedTuple):
 
 @driver
 def _stages(plan, loops, reduced, own, s, size, row):
-    """A loaded block to G and the statistics; the sums of c df/dlam, NaN where the dtype is not enough, and of rho k."""
+    """A loaded block to G and the statistics; the sums of c df/dlam (NaN: too much for the dtype) and of rho k."""
     own_lam = 1.0
     log_ratio, approx_kl, ratio, square, least, most = 0.0, 0.0, 0.0, 0.0, np.inf, -np.inf
     if plan.level == c.LEVEL_TOKEN:
@@ -87,7 +87,7 @@ def _stages(plan, loops, reduced, own, s, size, row):
         fill(s, R, exp(reduced.lam, plan.exp_bound)[0])
         own_lam = reduced.flows if plan.level == c.LEVEL_SEQUENCE_TOKEN else 0.0
     kl = 0.0
-    through = call_loop(loops.surrogate, loops.numbers, s.ctypes.data, size, own.weight, own_lam, row.ctypes.data)
+    through: Any = call_loop(loops.surrogate, loops.numbers, s.ctypes.data, size, own.weight, own_lam, row.ctypes.data)
     if through == through or s.itemsize == 8:
         if loops.kl != 0:
             kl = call_loop(loops.kl, loops.numbers, s.ctypes.data, size, own.kl_weight, reduced.rho, row.ctypes.data)
@@ -270,7 +270,7 @@ def _make_run(stamp: str) -> Any:
     def run(numbers, n, logp, old_logp, ref_logp, weight, advantage, mask, grad,
              start, stop, weights, kl_weights, factors, advantages, step_offsets, step_ends, step_advantages,
              owner, begin, end, rows, addresses, s, wide, low, high):  # fmt: skip
-        """Pieces low..high, each with its own row of statistics. Arrays of n tokens come as bytes, absent ones empty."""
+        """Pieces low..high, each with a row of statistics. Arrays of n tokens come as bytes, absent ones empty."""
         stamp  # noqa: B018
         plan, limits = Plan(*to_fixed_tuple(numbers, N_PLAN)), Limits(*to_fixed_tuple(numbers[N_PLAN:], N_LIMITS))
         tokens = Tokens(
@@ -278,9 +278,8 @@ def _make_run(stamp: str) -> Any:
             mask.ctypes.data if mask.size > 0 else 0, step_ends.ctypes.data, step_advantages.ctypes.data,
         )  # fmt: skip
         gradient = _source(grad, n)
-        loops = (
-            Loops(addresses[0], addresses[1], numbers.ctypes.data), Loops(addresses[2], addresses[3], numbers.ctypes.data),
-        )  # fmt: skip
+        at = numbers.ctypes.data
+        loops = (Loops(addresses[0], addresses[1], at), Loops(addresses[2], addresses[3], at))
         whole = plan.level != c.LEVEL_TOKEN or (plan.rho != c.RHO_NONE and plan.rho_level != c.LEVEL_TOKEN)
         weighted = plan.weight_use != c.USE_MULTIPLY and (tokens.weight.itemsize > 0 or factors.size > 0)
         alone = Reduced(0.0, 0.0, 1.0, 1.0, 1.0)
@@ -305,23 +304,8 @@ def _make_run(stamp: str) -> Any:
             if whole:
                 _whole(plan, loops, tokens, own, weighted, row, gradient, s, wide, limits, wild)
             else:
-                _piece(
-                    plan,
-                    loops,
-                    tokens,
-                    own,
-                    alone,
-                    begin[piece],
-                    end[piece],
-                    row,
-                    gradient,
-                    s,
-                    wide,
-                    limits,
-                    wild,
-                    0.0,
-                    0.0,
-                )
+                first, last = begin[piece], end[piece]
+                _piece(plan, loops, tokens, own, alone, first, last, row, gradient, s, wide, limits, wild, 0.0, 0.0)
 
     return run
 

@@ -71,26 +71,26 @@ def _exp(x, bound):
     return lambda x, bound: of_dtype(x, bound)
 
 
-TOP = c.EXP_BOUND[np.dtype(np.float64)]
+BOTTOM32, TOP64 = -c.EXP_BOUND[np.dtype(np.float32)], c.EXP_BOUND[np.dtype(np.float64)]
+TOP32 = 40.0  # of what float32 multiplies with weights and adds up; see LIMITS
 
 
 @inner
 def _fading_exp32(x):
-    zero, bound = np.float32(0), np.float32(c.EXP_BOUND[np.dtype(np.float32)])
-    e = exp32(x, bound)[0]
-    e = zero if x < -bound else e
-    return np.float32(np.inf) if x > bound else e
+    e = exp32(x, np.float32(-BOTTOM32))[0]
+    e = np.float32(0) if x < np.float32(BOTTOM32) else e
+    return np.float32(np.inf) if x > np.float32(TOP32) else e
 
 
 @inner
 def _fading_exp64(x):
     bound = 700.0  # where the exponent of what exp64 puts together ends
-    e = exp64(TOP if x > TOP else x, bound)[0]
+    e = exp64(TOP64 if x > TOP64 else x, bound)[0]
     return 0.0 if x < -bound else e
 
 
 def fading_exp(x: float) -> float:
-    """exp that goes on to 0 from below and is held at exp(300) from above; in float32 inf where that does not fit."""
+    """exp that goes on to 0 from below and is held at exp(300) from above; in float32 inf from exp(40) on."""
     raise NotImplementedError("for kernels")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, njit
 from numba.core import types
 from numba.extending import intrinsic, register_jitable
@@ -31,7 +31,7 @@ plain: dict[str, Any] = {"error_model": "numpy", "nogil": True}  # exactly as wr
 inner = njit(**called)
 reduction = njit(**called | sums)
 driver = njit(**called, inline="always")  # LLVM optimises all of a call tree again at every level of it
-formula = register_jitable(**called)  # stays a Python function, by which loops are kept
+formula = register_jitable(**called, forceinline=True)  # stays a Python function, by which loops are kept
 exactly = njit(**plain)
 exact_formula = register_jitable(**plain)
 sum_formula = register_jitable(**plain | sums)
@@ -41,7 +41,7 @@ def _stamp() -> str:
     """A hash of the sources of all kernels; where there are none to read, the version."""
     digest = hashlib.sha256(__version__.encode())
     here = Path(__file__).parent
-    for path in sorted([*here.glob("_numba*.py"), here / "_contract.py"]):
+    for path in sorted([*here.glob("_numba_*.py"), here / "_contract.py"]):
         if path.exists():
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -100,40 +100,48 @@ def _plan(numbers):
     return Plan(*to_fixed_tuple(view(numbers, N_PLAN, np.float64), N_PLAN))
 
 
+HALF = np.uint64(TILE // 2)
+
+
 def surrogate_loop(formula: Any, dtype: Any, keep: bool = True) -> Any:
     """The formula's loop: its part of G, and the sums of c f and of what is clipped into the row; that of c df/dlam.
 
-    NaN, and the row as it was, where float32 is not enough for the result; in float64 that makes the sum of c f NaN.
+    NaN, and the row as it was, where the sum of c f is not finite in float32: then it is done over in float64.
     """
     stamp, most, narrow = STAMP, float(np.finfo(dtype).max), dtype is np.float32
 
     @loop(keep)
     def surrogate(numbers, scratch, size, weight, own_lam, row):
         stamp  # noqa: B018
-        plan, s, sums = _plan(numbers), view(scratch, TILE * N_ROWS, dtype), view(row, len(c.STATS), np.float64)
+        s: Any = view(scratch, TILE * N_ROWS, dtype)
+        sums: Any = view(row, len(c.STATS), np.float64)
+        plan = _plan(numbers)
         p = (dtype(plan.p0), dtype(plan.p1), dtype(plan.p2), dtype(plan.p3))
         bound, low, high = dtype(plan.exp_bound), dtype(plan.clip_lo), dtype(plan.clip_hi)
         weight, own_lam, zero = dtype(weight), dtype(own_lam), dtype(0)
-        total, through, below, above, reach = zero, zero, zero, zero, zero
-        for t in range(size & WHOLE):
-            r, a, c_t = s[R + t], s[A + t], s[C + t]
-            f, lam_slope, logp_slope = formula(s[LAM + t], r, s[LOGP + t], s[OLD + t], a, p, bound)
-            lam_slope *= c_t
-            g = weight * (own_lam * s[FLOWS + t] * lam_slope + c_t * logp_slope)
-            s[G + t] = g
-            reach += abs(g)
-            total += c_t * f
-            through += lam_slope
-            below += s[M + t] if (a < zero) & (r < low) else zero
-            above += s[M + t] if (a > zero) & (r > high) else zero
-        if not abs(total) + abs(through) + reach <= most:
-            if narrow:
-                return np.nan
-            total = dtype(np.nan)
-        sums[SURROGATE] += np.float64(total)
-        sums[CLIP_LOW] += np.float64(below)
-        sums[CLIP_HIGH] += np.float64(above)
-        return np.float64(through)
+        total, through, below, above = 0.0, 0.0, 0.0, 0.0
+        for begin in range(np.uint64(0), size, HALF):  # a row of equal float32 terms rounds the same way at every step
+            part, part_through, part_below, part_above = zero, zero, zero, zero
+            for k in range(min(HALF, size - begin) & WHOLE):
+                t = begin + k
+                r, a, c_t = s[R + t], s[A + t], s[C + t]
+                f, lam_slope, logp_slope = formula(s[LAM + t], r, s[LOGP + t], s[OLD + t], a, p, bound)
+                lam_slope *= c_t
+                s[G + t] = weight * (own_lam * s[FLOWS + t] * lam_slope + c_t * logp_slope)
+                part += c_t * f
+                part_through += lam_slope
+                part_below += s[M + t] if (a < zero) & (r < low) else zero
+                part_above += s[M + t] if (a > zero) & (r > high) else zero
+            total += np.float64(part)
+            through += np.float64(part_through)
+            below += np.float64(part_below)
+            above += np.float64(part_above)
+        if narrow and not abs(total) <= most:
+            return np.nan
+        sums[SURROGATE] += total
+        sums[CLIP_LOW] += below
+        sums[CLIP_HIGH] += above
+        return through
 
     return surrogate
 
@@ -145,7 +153,9 @@ def kl_loop(formula: Any, dtype: Any) -> Any:
     @loop()
     def kl(numbers, scratch, size, weight, rho, row):
         stamp  # noqa: B018
-        plan, s, sums = _plan(numbers), view(scratch, TILE * N_ROWS, dtype), view(row, len(c.STATS), np.float64)
+        s: Any = view(scratch, TILE * N_ROWS, dtype)
+        sums: Any = view(row, len(c.STATS), np.float64)
+        plan = _plan(numbers)
         weight, zero, bound = dtype(weight * plan.beta), dtype(0), dtype(plan.exp_bound)
         most_d, most_k = dtype(plan.kl_clamp_in), dtype(plan.kl_clamp_out)
         total = zero

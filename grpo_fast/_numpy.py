@@ -18,6 +18,9 @@ import numpy.typing as npt
 
 from . import _contract as c
 from ._contract import Batch, Double, Int, Plan, PoolPlan, Real
+from ._numpy_mismatch import mismatch as mismatch
+from ._numpy_mismatch import mismatch_keep as mismatch_keep
+from ._numpy_mismatch import mismatch_weights as mismatch_weights
 from ._numpy_tokens import token_affine as token_affine
 from ._numpy_tokens import token_gae as token_gae
 from ._numpy_tokens import token_moments as token_moments

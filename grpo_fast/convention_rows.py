@@ -239,7 +239,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "levels": {"token": {}, "sequence": {}},
         "kl": {"k3": {"kl_clamp_out": 10.0}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "zero"},
-        "corrections": {"mode": "token_truncate", "clip_min": 0.0, "clip_max": 2.0},
+        "corrections": {"mode": "token_truncate", "clip_min": 0.0, "clip_max": 2.0, "threshold": 1e-4},
         "notes": ("groups of unequal size become one group of the whole batch there; here every group is its own",),
     },
     "skyrl": {
@@ -301,7 +301,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "methods": {"grpo": _TOKEN, "dapo": _TOKEN, "gspo": _SEQUENCE, "sapo": {**_TOKEN, **_SAPO}},
         "levels": {"token": {}, "sequence": {}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-5, "singleton": "zero"},
-        "corrections": {"mode": "token_mask", "clip_max": 5.0},
+        "corrections": {"mode": "token_mask", "clip_max": 5.0, "sequence_ratio": "geometric"},
         "notes": (
             "its decoupled loss is a token_weight, importance_weights(old_logp, sampling_logp); denominators stay",
             "the KL is part of the reward there (k1, coefficient 0.1, old against reference): see kl_in_reward",

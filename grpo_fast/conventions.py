@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .convention_rows import ROWS
+from .tables import METHODS, SURROGATES
 
 Options = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ class Convention:
             options["importance_sampling_level"] = level
         estimator = (kl_estimator or options.get("kl_estimator", "k3")).rstrip("+")
         options |= self.kl.get(estimator, {})
-        return {k: v for k, v in options.items() if v is not None and k not in ("loss_type", "levels")}
+        return {k: v for k, v in options.items() if v is not None and _is_used(loss_type, k)}
 
     def shared_options(self, kl_estimator: str | None = None) -> dict[str, Any]:
         """What holds whatever the surrogate: of the KL term and of empty rows."""
@@ -67,6 +68,16 @@ class Convention:
 
     def __str__(self) -> str:
         return f"{self.name}=={self.version} ({self.checked}: {self.source})"
+
+
+_SURROGATE_OPTIONS = frozenset(name for row in SURROGATES.values() for name in row.options)
+
+
+def _is_used(loss_type: str, option: str) -> bool:
+    surrogate = SURROGATES[METHODS[loss_type].surrogate]
+    if option == "log_ratio_clamp":
+        return surrogate.ratio and not surrogate.own_clamp
+    return option not in ("loss_type", "levels", *(_SURROGATE_OPTIONS - set(surrogate.options)))
 
 
 CONVENTIONS: dict[str, Convention] = {name: Convention(name=name, **row) for name, row in ROWS.items()}

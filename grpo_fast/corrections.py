@@ -225,16 +225,9 @@ def _shares(pair: Mismatch, choice: Choice, ratio: Double) -> tuple[Double, Doub
 def _sums_around_one(pair: Mismatch, weight: Real) -> tuple[Double, Double]:
     """Per completion the sum of its weights, and of their squared distances from 1."""
     start, stop = pair.ranges.start, pair.ranges.stop
-    sums, squares = np.zeros(len(start)), np.zeros(len(start))
-    moments = getattr(pair.kernels, "token_moments", None)
-    if moments is not None:
-        table = np.empty((len(start), 3))
-        moments(weight, pair.mask, start, stop, 1.0, table)
-        return table[:, 1] + table[:, 0], table[:, 2]
-    for i, (first, last) in enumerate(zip(start, stop, strict=True)):
-        own = weight[first:last] if pair.mask is None else weight[first:last][pair.mask[first:last] != 0]
-        sums[i], squares[i] = own.sum(dtype=np.float64), ((own.astype(np.float64) - 1) ** 2).sum()
-    return sums, squares
+    table = np.empty((len(start), 3))
+    pair.kernels.token_moments(weight, pair.mask, start, stop, 1.0, table)
+    return table[:, 1] + table[:, 0], table[:, 2]
 
 
 def _weight_metrics(

@@ -169,7 +169,7 @@ def _surrogate(loss_type: str, method: Method, given: _Given) -> dict[str, Any]:
     fields: dict[str, Any] = {f"p{k}": value for k, value in enumerate(bounds.params)}
     if bounds.pre is not None:
         fields |= dict(zip(("pre", "pre_lo", "pre_hi"), bounds.pre, strict=True))
-    if not surrogate.ratio or bounds.pre is not None or "pre" in method.plan:
+    if surrogate.own_clamp or not surrogate.ratio:
         given.drop(("log_ratio_clamp",))
         if "log_ratio_clamp" in given.explicit:
             raise ValueError(f"log_ratio_clamp: loss_type={loss_type!r} has no use for it; leave it out")

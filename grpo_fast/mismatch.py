@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _backends, _numpy_mismatch, _threads
+from . import _backends, _threads
 from . import _contract as c
 from . import _validate as check
 from ._contract import LARGEST, Double, Int, Real
@@ -115,10 +115,9 @@ class Mismatch:
         start, stop = self.ranges.start, self.ranges.stop
         if rows is not None:
             start, stop = start[rows], stop[rows]
-        kernel = getattr(self.kernels, name, None) or getattr(_numpy_mismatch, name)
         start, stop = np.ascontiguousarray(start), np.ascontiguousarray(stop)
         n_threads = _threads.choose(int((stop - start).sum()))
-        kernel(self.a, self.b, self.mask, start, stop, *arguments, n_threads)
+        getattr(self.kernels, name)(self.a, self.b, self.mask, start, stop, *arguments, n_threads)
 
     def _first(self, bad: npt.NDArray[np.bool_]) -> int:
         slots, _ = self.slots()

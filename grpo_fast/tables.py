@@ -34,6 +34,7 @@ class Surrogate:
     bounds: Callable[..., Bounds]
     source: str
     ratio: bool = True  # whether f depends on lam at all
+    own_clamp: bool = False  # whether it says itself how far token log-ratios may go
 
 
 def _clip(
@@ -131,6 +132,7 @@ SURROGATES: dict[str, Surrogate] = {
         ("epsilon", "epsilon_high"),
         _log_clip,
         "arXiv:2507.20673",
+        own_clamp=True,
     ),
     "vespo": Surrogate(
         5,
@@ -138,6 +140,7 @@ SURROGATES: dict[str, Surrogate] = {
         ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
         _vespo,
         "arXiv:2602.10693; TRL 1.16.0 GRPOTrainer.get_gamma_weights",
+        own_clamp=True,
     ),
     "dppo_tv": Surrogate(
         6,

@@ -12,7 +12,6 @@ import pytest
 
 import grpo_fast as gf
 from grpo_fast import _backends, _numpy_tokens, tables
-from grpo_fast.estimators import kernel
 
 DDOF, EPS = 1, 1e-3
 
@@ -459,14 +458,14 @@ def test_token_kernels_equal_the_oracle(backend: str, dtype: Any) -> None:
         r, v = (x if mask is not None else np.nan_to_num(x) for x in (rewards, values))
         for arguments in ((r, b["rewards"], v), (r, None, None), (None, b["rewards"], v), (None, b["rewards"], None)):
             found, expected = np.zeros((2, len(values)), dtype)
-            for module, out in ((kernel(kernels, "token_gae"), found), (_numpy_tokens.token_gae, expected)):
+            for module, out in ((kernels.token_gae, found), (_numpy_tokens.token_gae, expected)):
                 module(*arguments, mask, start, stop, 0.9, 0.8, out)
             np.testing.assert_allclose(found, expected, rtol=2e-7 if dtype == np.float32 else 1e-13, atol=1e-14)
         found, expected = np.zeros((2, len(start), 3))
-        for module, out in ((kernel(kernels, "token_moments"), found), (_numpy_tokens.token_moments, expected)):
+        for module, out in ((kernels.token_moments, found), (_numpy_tokens.token_moments, expected)):
             module(v, mask, start, stop, 0.25, out)
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
         found, expected = np.zeros((2, len(values)), dtype)
-        for module, out in ((kernel(kernels, "token_affine"), found), (_numpy_tokens.token_affine, expected)):
+        for module, out in ((kernels.token_affine, found), (_numpy_tokens.token_affine, expected)):
             module(v, mask, start, stop, 0.25, -3.0, out)
         np.testing.assert_allclose(found, expected, rtol=2e-7 if dtype == np.float32 else 1e-14)

@@ -29,22 +29,61 @@ def methods() -> str:
     parts = [
         "# Names\n\nEvery name the library knows, generated from `grpo_fast.tables` and `grpo_fast.correction_tables`."
     ]
-    parts += ["## Losses: `loss_type`", table(
-        ["loss_type", "surrogate", "levels", "aggregation", "source"],
-        ([f"`{name}`", f"`{row.surrogate}`" + (f", then `{row.selection}`" if row.selection else ""), code(row.levels),
-          f"`{row.aggregation}`", row.source] for name, row in tables.METHODS.items()))]  # fmt: skip
-    parts += ["## Surrogates", "r = exp(lam), lam the log-ratio at the level; A the advantage.", table(
-        ["surrogate", "value", "options", "source"],
-        ([f"`{name}`", f"`{row.formula}`", code(row.options), row.source] for name, row in tables.SURROGATES.items()))]  # fmt: skip
-    parts += ["## Selections", table(
-        ["selection", "what it changes", "options", "source"],
-        ([f"`{name}`", row.formula, code(row.options), row.source] for name, row in tables.SELECTIONS.items()))]  # fmt: skip
-    parts += ["## Aggregations: `loss_agg_mode`, `kl_agg_mode`", table(
-        ["aggregation", "formula", "denominators", "source"],
-        ([f"`{name}`", row.formula, code(row.denominators), row.source] for name, row in tables.AGGREGATIONS.items()))]  # fmt: skip
-    parts += ["## KL estimators: `kl_estimator`", "d = ref_logp - logp. A trailing `+` keeps the value with the slope of k2.", table(
-        ["estimator", "value", "slope in logp", "source"],
-        ([f"`{name}`", f"`{row.formula}`", f"`{row.slope}`", row.source] for name, row in tables.KL_ESTIMATORS.items()))]  # fmt: skip
+    parts += [
+        "## Losses: `loss_type`",
+        table(
+            ["loss_type", "surrogate", "levels", "aggregation", "source"],
+            (
+                [
+                    f"`{name}`",
+                    f"`{row.surrogate}`" + (f", then `{row.selection}`" if row.selection else ""),
+                    code(row.levels),
+                    f"`{row.aggregation}`",
+                    row.source,
+                ]
+                for name, row in tables.METHODS.items()
+            ),
+        ),
+    ]
+    parts += [
+        "## Surrogates",
+        "r = exp(lam), lam the log-ratio at the level; A the advantage.",
+        table(
+            ["surrogate", "value", "options", "source"],
+            (
+                [f"`{name}`", f"`{row.formula}`", code(row.options), row.source]
+                for name, row in tables.SURROGATES.items()
+            ),
+        ),
+    ]
+    parts += [
+        "## Selections",
+        table(
+            ["selection", "what it changes", "options", "source"],
+            ([f"`{name}`", row.formula, code(row.options), row.source] for name, row in tables.SELECTIONS.items()),
+        ),
+    ]
+    parts += [
+        "## Aggregations: `loss_agg_mode`, `kl_agg_mode`",
+        table(
+            ["aggregation", "formula", "denominators", "source"],
+            (
+                [f"`{name}`", row.formula, code(row.denominators), row.source]
+                for name, row in tables.AGGREGATIONS.items()
+            ),
+        ),
+    ]
+    parts += [
+        "## KL estimators: `kl_estimator`",
+        "d = ref_logp - logp. A trailing `+` keeps the value with the slope of k2.",
+        table(
+            ["estimator", "value", "slope in logp", "source"],
+            (
+                [f"`{name}`", f"`{row.formula}`", f"`{row.slope}`", row.source]
+                for name, row in tables.KL_ESTIMATORS.items()
+            ),
+        ),
+    ]
     parts += ["## Baselines, scales and estimators of `group_advantages`"]
     for title, rows in (("baseline", tables.BASELINES), ("scale", tables.SCALES), ("estimator", tables.ESTIMATORS)):
         parts.append(
@@ -53,18 +92,23 @@ def methods() -> str:
     parts += ["## Corrections"]
     for name, rows in named_tables(correction_tables):
         fields = [field for field in next(iter(rows.values())).__dataclass_fields__ if field != "id"]
-        parts.append(table([name.lower(), *fields], (
-            [f"`{key}`", *(show(getattr(row, field)) for field in fields)] for key, row in rows.items())))  # fmt: skip
-    parts += ["## Metrics of the loss", table(
-        ["metric", "what"], ([f"`{n}`", text] for n, text in {**tables.METRICS, **tables.EXTRA_METRICS}.items()))]  # fmt: skip
+        parts.append(
+            table(
+                [name.lower(), *fields],
+                ([f"`{key}`", *(show(getattr(row, field)) for field in fields)] for key, row in rows.items()),
+            )
+        )
+    parts += [
+        "## Metrics of the loss",
+        table(["metric", "what"], ([f"`{n}`", text] for n, text in {**tables.METRICS, **tables.EXTRA_METRICS}.items())),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def named_tables(module: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
     for name, value in vars(module).items():
-        if name.isupper() and isinstance(value, dict) and value:
-            if hasattr(next(iter(value.values())), "__dataclass_fields__"):
-                yield name, value
+        if name.isupper() and isinstance(value, dict) and hasattr(next(iter(value.values())), "__dataclass_fields__"):
+            yield name, value
 
 
 def show(value: object) -> str:
@@ -86,16 +130,26 @@ def convention(row: Convention) -> str:
     shared = {
         k: v for k, v in by_method[row.loss_type].items() if all(o.get(k, _ABSENT) == v for o in by_method.values())
     }
-    parts.append(table(["what", "sets"], [
-        ["every loss", options(shared)],
-        *([f"`{name}`" + (" (its default)" if name == row.loss_type else ""),
-           options({k: v for k, v in by_method[name].items() if shared.get(k, _ABSENT) != v})] for name in row.methods),
-        *([f"at level `{level}`", options(o)] for level, o in row.levels.items() if o),
-        *([f"with KL `{name}`", options(o)] for name, o in row.kl.items()),
-        ["advantages", options(row.advantages)],
-        *([f"estimator `{name}`", options(o)] for name, o in row.estimators.items() if o),
-        ["`importance_weights`", options(row.corrections)],
-    ]))  # fmt: skip
+    parts.append(
+        table(
+            ["what", "sets"],
+            [
+                ["every loss", options(shared)],
+                *(
+                    [
+                        f"`{name}`" + (" (its default)" if name == row.loss_type else ""),
+                        options({k: v for k, v in by_method[name].items() if shared.get(k, _ABSENT) != v}),
+                    ]
+                    for name in row.methods
+                ),
+                *([f"at level `{level}`", options(o)] for level, o in row.levels.items() if o),
+                *([f"with KL `{name}`", options(o)] for name, o in row.kl.items()),
+                ["advantages", options(row.advantages)],
+                *([f"estimator `{name}`", options(o)] for name, o in row.estimators.items() if o),
+                ["`importance_weights`", options(row.corrections)],
+            ],
+        )
+    )
     if row.notes:
         parts.append("Differences and what they come from:\n\n" + "\n".join(f"- {note}" for note in row.notes))
     return "\n\n".join(parts)
@@ -106,15 +160,24 @@ _ABSENT = object()
 
 def conventions() -> str:
     intro = (
-        "# Conventions\n\nWhat `convention=` sets, generated from `grpo_fast.convention_rows`. An explicit keyword beats the "
-        "convention, the convention beats the default; a loss type that is given keeps its own aggregation. "
-        "*executed*: the framework's own functions gave the same numbers ([parity](parity.md)); *read*: its source was read. "
-        "`gf.explain(a, b)` shows two of them side by side on a small batch."
+        "# Conventions\n\nWhat `convention=` sets, generated from `grpo_fast.convention_rows`. An explicit keyword "
+        "beats the convention, the convention beats the default; a loss type that is given keeps its own aggregation. "
+        "*executed*: the framework's own functions gave the same numbers ([parity](parity.md)); *read*: its source was "
+        "read. `gf.explain(a, b)` shows two of them side by side on a small batch."
     )
     summary = table(
         ["convention", "version", "checked", "default loss", "advantages"],
-        ([f"[`{r.name}`](#{r.name})", r.version, r.checked, f"`{r.loss_type}`", code(f"{k}={v}" for k, v in r.advantages.items())]
-         for r in CONVENTIONS.values()))  # fmt: skip
+        (
+            [
+                f"[`{r.name}`](#{r.name})",
+                r.version,
+                r.checked,
+                f"`{r.loss_type}`",
+                code(f"{k}={v}" for k, v in r.advantages.items()),
+            ]
+            for r in CONVENTIONS.values()
+        ),
+    )
     return "\n\n".join([intro, summary, *map(convention, CONVENTIONS.values())]) + "\n"
 
 

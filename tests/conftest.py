@@ -12,6 +12,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     """Every backend by name, skipped with the reason where it cannot run."""
     name: str = request.param
     reason = _backends.why_not(name)
-    if reason is not None:
+    if reason is not None and name != "numpy":  # the oracle always runs
         pytest.skip(f"{name}: {reason}")
     return name

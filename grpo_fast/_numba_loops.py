@@ -15,7 +15,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from . import _contract as c
 from ._contract import Plan
-from ._numba_blocks import FLOWS, LAM, LOGP, N_PLAN, N_ROWS, OLD, TILE, WHOLE, A, C, D, G, M, R, X
+from ._numba_blocks import FLOWS, LAM, LANES, LOGP, N_PLAN, N_ROWS, OLD, TILE, WHOLE, A, C, D, G, M, R, X
 from ._numba_exp import exp, ordered, unordered
 from ._numba_formulas import KL_ESTIMATORS, SURROGATES, clamp, clip, identity, k3, sign_clip
 from ._numba_jit import STAMP, apart, driver, inner, loop, reduction, view
@@ -100,9 +100,6 @@ def _plan(numbers):
     return Plan(*to_fixed_tuple(view(numbers, N_PLAN, np.float64), N_PLAN))
 
 
-HALF = np.uint64(TILE // 2)
-
-
 def surrogate_loop(formula: Any, dtype: Any, keep: bool = True) -> Any:
     """The formula's loop: its part of G, and the sums of c f and of what is clipped into the row; that of c df/dlam.
 
@@ -120,10 +117,9 @@ def surrogate_loop(formula: Any, dtype: Any, keep: bool = True) -> Any:
         bound, low, high = dtype(plan.exp_bound), dtype(plan.clip_lo), dtype(plan.clip_hi)
         weight, own_lam, zero = dtype(weight), dtype(own_lam), dtype(0)
         total, through, below, above = 0.0, 0.0, 0.0, 0.0
-        for begin in range(np.uint64(0), size, HALF):  # a row of equal float32 terms rounds the same way at every step
+        for begin in range(np.uint64(0), size, np.uint64(LANES)):  # equal float32 terms round the same way, every time
             part, part_through, part_below, part_above = zero, zero, zero, zero
-            for k in range(min(HALF, size - begin) & WHOLE):
-                t = begin + k
+            for t in range(begin, begin + np.uint64(LANES)):
                 r, a, c_t = s[R + t], s[A + t], s[C + t]
                 f, lam_slope, logp_slope = formula(s[LAM + t], r, s[LOGP + t], s[OLD + t], a, p, bound)
                 lam_slope *= c_t

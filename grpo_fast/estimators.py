@@ -7,13 +7,12 @@ Nothing depends on the order of rows: sums are exact, or over values in ascendin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from . import _numpy_tokens
 from . import _validate as check
 from ._contract import SINGLETON_RAW, SINGLETON_ZERO, Double, Int, PoolPlan, Real
 from .conventions import advantage_options, look_up
@@ -534,12 +533,6 @@ class Tokens(NamedTuple):
         return self._replace(stop=np.where(rows, self.start, self.stop)) if rows.any() else self
 
 
-def kernel(kernels: Any, name: str) -> Callable[..., None]:
-    """The backend's function, or the oracle's where the backend has none."""
-    function: Callable[..., None] = getattr(kernels, name, None) or getattr(_numpy_tokens, name)
-    return function
-
-
 def count(kernels: Any, tokens: Tokens) -> Int:
     """Counted tokens of each completion."""
     if tokens.mask is None:
@@ -551,7 +544,7 @@ def count(kernels: Any, tokens: Tokens) -> Int:
 def sums(kernels: Any, values: Real, tokens: Tokens) -> Double:
     """Of the counted tokens of each completion."""
     table = np.zeros((len(tokens.start), 3))
-    kernel(kernels, "token_moments")(values, tokens.mask, tokens.start, tokens.stop, 0.0, table)
+    kernels.token_moments(values, tokens.mask, tokens.start, tokens.stop, 0.0, table)
     return np.ascontiguousarray(table[:, 1])
 
 
@@ -582,14 +575,14 @@ def whiten_rows(kernels: Any, values: Double, counts: Int, ddof: int) -> Double:
 def whiten_tokens(kernels: Any, values: Real, tokens: Tokens, ddof: int) -> None:
     """The same over token values, in place."""
     where = tokens.mask, tokens.start, tokens.stop
-    moments, table = kernel(kernels, "token_moments"), np.zeros((len(tokens.start), 3))
+    moments, table = kernels.token_moments, np.zeros((len(tokens.start), 3))
     moments(values, *where, 0.0, table)
     n, total, _ = kernels.sum_columns(table)
     centre = total / n if n else 0.0
     moments(values, *where, centre, table)
     _, rest, squares = kernels.sum_columns(table)
     scale = 0.0 if n <= ddof else 1 / np.sqrt(max(squares - rest * rest / n, 0.0) / (n - ddof) + WHITEN_EPS)
-    kernel(kernels, "token_affine")(values, *where, centre, float(scale), values)
+    kernels.token_affine(values, *where, centre, float(scale), values)
 
 
 def returns(
@@ -597,7 +590,7 @@ def returns(
 ) -> None:
     """Generalised advantages of every token; without values, discounted returns to go."""
     where = tokens.mask, tokens.start, tokens.stop
-    kernel(kernels, "token_gae")(rewards, final, values, *where, o.gamma, o.lam, out)
+    kernels.token_gae(rewards, final, values, *where, o.gamma, o.lam, out)
 
 
 def _prefix_sums(kernels: Any, values: Double, tokens: Tokens) -> Double:
@@ -605,7 +598,7 @@ def _prefix_sums(kernels: Any, values: Double, tokens: Tokens) -> Double:
     mask = None if tokens.mask is None else np.ascontiguousarray(tokens.mask[::-1])
     start, stop = tokens.n_slots - tokens.stop, tokens.n_slots - tokens.start
     out = np.zeros(tokens.n_slots)
-    kernel(kernels, "token_gae")(np.ascontiguousarray(values[::-1]), None, None, mask, start, stop, 1.0, 1.0, out)
+    kernels.token_gae(np.ascontiguousarray(values[::-1]), None, None, mask, start, stop, 1.0, 1.0, out)
     return out[::-1]
 
 

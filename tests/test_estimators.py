@@ -12,7 +12,6 @@ import pytest
 
 import grpo_fast as gf
 from grpo_fast import _backends, _numpy_tokens, tables
-from grpo_fast.estimators import kernel
 
 DDOF, EPS = 1, 1e-3
 
@@ -193,6 +192,8 @@ def test_others_equal_but_for_rounding(backend: str) -> None:
     options = {"baseline": "leave_one_out", "scale": "leave_one_out", "ddof": 1, "eps": 0.0, "backend": backend}
     found = gf.group_advantages([1.0, 0.3, 0.1 + 0.2], group_ids=[0] * 3, **options)
     assert found[0] == pytest.approx(0.7)
+    near = {"group_ids": [0, 0], "lengths": [3, 1], "backend": backend}
+    assert gf.group_advantages([0.3, 0.1 + 0.2], estimator="opo", **near).tolist() == [0.0, 0.0]
 
 
 # ---- along tokens -------------------------------------------------------------------------------------
@@ -459,14 +460,14 @@ def test_token_kernels_equal_the_oracle(backend: str, dtype: Any) -> None:
         r, v = (x if mask is not None else np.nan_to_num(x) for x in (rewards, values))
         for arguments in ((r, b["rewards"], v), (r, None, None), (None, b["rewards"], v), (None, b["rewards"], None)):
             found, expected = np.zeros((2, len(values)), dtype)
-            for module, out in ((kernel(kernels, "token_gae"), found), (_numpy_tokens.token_gae, expected)):
+            for module, out in ((kernels.token_gae, found), (_numpy_tokens.token_gae, expected)):
                 module(*arguments, mask, start, stop, 0.9, 0.8, out)
             np.testing.assert_allclose(found, expected, rtol=2e-7 if dtype == np.float32 else 1e-13, atol=1e-14)
         found, expected = np.zeros((2, len(start), 3))
-        for module, out in ((kernel(kernels, "token_moments"), found), (_numpy_tokens.token_moments, expected)):
+        for module, out in ((kernels.token_moments, found), (_numpy_tokens.token_moments, expected)):
             module(v, mask, start, stop, 0.25, out)
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
         found, expected = np.zeros((2, len(values)), dtype)
-        for module, out in ((kernel(kernels, "token_affine"), found), (_numpy_tokens.token_affine, expected)):
+        for module, out in ((kernels.token_affine, found), (_numpy_tokens.token_affine, expected)):
             module(v, mask, start, stop, 0.25, -3.0, out)
         np.testing.assert_allclose(found, expected, rtol=2e-7 if dtype == np.float32 else 1e-14)

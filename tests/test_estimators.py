@@ -192,6 +192,8 @@ def test_others_equal_but_for_rounding(backend: str) -> None:
     options = {"baseline": "leave_one_out", "scale": "leave_one_out", "ddof": 1, "eps": 0.0, "backend": backend}
     found = gf.group_advantages([1.0, 0.3, 0.1 + 0.2], group_ids=[0] * 3, **options)
     assert found[0] == pytest.approx(0.7)
+    near = {"group_ids": [0, 0], "lengths": [3, 1], "backend": backend}
+    assert gf.group_advantages([0.3, 0.1 + 0.2], estimator="opo", **near).tolist() == [0.0, 0.0]
 
 
 # ---- along tokens -------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ def away_from_kinks(
                 close[counted] |= (np.abs(mean - bound) < largest)[owner[counted]]
         close &= counted
         move = 3 * unit
-        p, q = (np.exp(np.where(counted, wide[name], -1.0)) for name in ("logp", "old_logp"))
+        p, q = (np.exp(np.where(counted, np.fmin(wide[name], 0.0), -1.0)) for name in ("logp", "old_logp"))
         for bound in probability:  # q answers to the move by q times as much
             near = counted & (np.abs(p - q - bound) < unit * (p + q))
             close, move = close | near, np.where(near, 3 * unit * (p + q) / q, move)

@@ -128,7 +128,8 @@ def gamma_weight(lam: Any, adv: Any, o: dict[str, Any]) -> Any:
 def _dppo(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any], kind: str) -> Any:
     torch = _torch()
     low, high = o["epsilon"], o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"]
-    p, q = logp.detach().exp(), old.exp()
+    # rounding can make log-probs of sure tokens positive; a probability is at most 1
+    p, q = logp.detach().clamp(max=0).exp(), old.detach().clamp(max=0).exp()
     if kind == "tv":
         keep = torch.where(adv > 0, p - q <= high, p - q >= -low)
     else:
@@ -349,8 +350,10 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
         penalty, *separately = (torch.where(mask, part, torch.zeros_like(part))
                                 for part in (factor * k, factor.detach() * k, factor * k.detach().abs()))  # fmt: skip
 
-    w = weights(batch, mask_array, mode, o)
-    v = weights(batch, mask_array, o.get("kl_agg_mode", mode), o)
+    counted_here = {"num_items_in_batch": None, "num_processes": 1}  # what TRL's bnpo always does
+    own = {**o, **counted_here} if options["loss_type"] == "bnpo" and options.get("loss_agg_mode") is None else o
+    w = weights(batch, mask_array, mode, own)
+    v = weights(batch, mask_array, o["kl_agg_mode"], o) if o.get("kl_agg_mode") else w
     rows, kl_rows = (torch.from_numpy(each_row)[:, None] for each_row in (w, v))
     terms_of_policy, terms_of_kl = rows * policy, kl_rows * beta * penalty
 
@@ -394,9 +397,11 @@ def selected(method: str, lam: Any, logp: Any, old: Any, adv: Any, mask: Any, o:
         best = torch.topk(cov.reshape(-1), min(max(int(n * o["kl_cov_ratio"]), 1), n)).indices
         chosen.view(-1)[best] = True
         return chosen
-    free = lam.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(_clip(free, logp.detach(), old, adv, o).sum(), free)
-    able = mask & ((slope != 0) | (adv == 0)) & (o["clip_cov_lb"] < cov) & (cov < o["clip_cov_ub"])
+    r = _exp(lam.detach())
+    high = 1 + (o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"])
+    high = high if o["delta"] is None else min(high, o["delta"])
+    clipped = ((adv > 0) & (r > high)) | ((adv < 0) & (r < 1 - o["epsilon"]))  # the dual clip is another matter
+    able = mask & ~clipped & (o["clip_cov_lb"] < cov) & (cov < o["clip_cov_ub"])
     if int(able.sum()) > max(int(n * o["clip_cov_ratio"]), 1):
         raise ValueError("clip_cov draws from these tokens by chance, which nobody restates; take clip_cov_ratio=1")
     return able

@@ -254,6 +254,7 @@ def away_from_kinks(
     kl: Iterable[float] = (),
     probability: Iterable[float] = (),
     divergence: Iterable[float] = (),
+    summed: bool = False,
     level: str = "token",
     ulps: int = 16,
 ) -> Batch:
@@ -261,7 +262,7 @@ def away_from_kinks(
 
     ``ratio`` lists bounds on r at ``level``, ``log_ratio`` bounds on the token's x, ``kl`` bounds on
     ref_logp - logp, ``probability`` bounds on pi - pi_old and ``divergence`` bounds on the KL of a token
-    taken or not. One ULP is that of the dtype at the larger of 1 and the numbers subtracted.
+    taken or not; ``summed``: r of a completion is the product of its tokens' ratios. One ULP is that of the dtype at the larger of 1 and the numbers subtracted.
     """
     step = ulps * float(np.finfo(batch.logp.dtype).eps)
     counted, owner = batch.counted, batch.owner
@@ -278,9 +279,11 @@ def away_from_kinks(
         for bound in per_token:
             close |= np.abs(x - bound) < unit
         if per_row:
-            mean = np.bincount(owner[counted], x[counted], batch.rows) / np.maximum(batch.counts(), 1)
+            mean = np.bincount(owner[counted], x[counted], batch.rows)
+            mean = mean if summed else mean / np.maximum(batch.counts(), 1)
             largest = np.zeros(batch.rows)
             np.maximum.at(largest, owner[counted], unit[counted])
+            largest *= np.maximum(batch.counts(), 1) if summed else 1
             for bound in per_row:
                 close[counted] |= (np.abs(mean - bound) < largest)[owner[counted]]
         close &= counted

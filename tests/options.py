@@ -147,20 +147,25 @@ def aggregations(method: str) -> list[dict[str, Any]]:
                 rows.append({**base, **given})
             if "empty_rows" in names:
                 rows.append({**base, "empty_rows": "exclude"})
+            own = tables.METHODS[method].aggregation if mode is None else mode
+            if "empty_rows" in tables.AGGREGATIONS[kl_mode or own].denominators:
+                rows.append({**base, "kl_empty_rows": "exclude"})
     return [row for k, row in enumerate(rows) if row not in rows[:k]]
 
 
 def fit(options: dict[str, Any]) -> dict[str, Any]:
     """Without a reference, nothing of the KL; and no denominators that only its aggregation had."""
-    if options.get("ref", True) or options.get("kl_agg_mode") is None:
+    if options.get("ref", True):
+        return options
+    options = {name: value for name, value in options.items() if name != "kl_empty_rows"}
+    if options.get("kl_agg_mode") is None:
         return options
     own = takes(options["loss_type"], options.get("loss_agg_mode"))
     dropped = [name for name in takes(options["loss_type"], options.get("loss_agg_mode"), options["kl_agg_mode"])
                if name not in own]  # fmt: skip
     options = {name: value for name, value in options.items() if name not in (*dropped, "kl_agg_mode")}
-    if not set(own) & set(TOTALS) or not set(options) & set(TOTALS):
-        if set(own) & set(TOTALS):
-            options.pop("num_processes", None)
+    if set(own) & set(TOTALS) and not set(options) & set(TOTALS):
+        options.pop("num_processes", None)
     return options
 
 
@@ -200,7 +205,7 @@ def whole_batch(batch: Batch, options: dict[str, Any]) -> dict[str, Any] | None:
     return {name: known[name] for name in names if name in known}
 
 
-def kinks(options: dict[str, Any]) -> dict[str, list[float]]:
+def kinks(options: dict[str, Any]) -> dict[str, Any]:
     """Where these options change their branch, as :func:`batches.away_from_kinks` takes it."""
     name = tables.METHODS[options["loss_type"]].surrogate
     epsilon = 0.2 if options.get("epsilon") is None else options["epsilon"]
@@ -226,7 +231,9 @@ def kinks(options: dict[str, Any]) -> dict[str, list[float]]:
         kl += [-options["kl_clamp_in"], options["kl_clamp_in"]]
     if options.get("kl_clamp_out") is not None:
         kl += _where_kl_is(options["kl_clamp_out"], options.get("kl_estimator", "k3").removesuffix("+"))
-    return {"ratio": ratio, "log_ratio": log_ratio, "kl": kl, **found}
+    return {
+        "ratio": ratio, "log_ratio": log_ratio, "kl": kl, **found, "summed": options["loss_type"] == "rloo",
+    }  # fmt: skip
 
 
 def _where_kl_is(value: float, estimator: str) -> list[float]:

@@ -29,9 +29,11 @@ METHODS = {
     "gspo": ("clip", "seq-mean-token-mean", "sequence"),
     "gspo_token": ("clip", "seq-mean-token-mean", "sequence_token"),
     "luspo": ("clip", "seq-mean-token-sum", "sequence"),
+    "rloo": ("clip", "seq-mean-token-mean", "sequence"),
     "cispo": ("cispo", "token-mean", "token"),
     "sapo": ("sapo", "seq-mean-token-mean", "token"),
     "gpg": ("gpg", "token-mean", "token"),
+    "importance_sampling": ("ratio", "token-sum", "token"),
     "dro": ("dro", "token-mean", "token"),
     "dppo_tv": ("dppo_tv", "token-mean", "token"),
     "dppo_kl": ("dppo_kl", "token-mean", "token"),
@@ -41,6 +43,7 @@ METHODS = {
     "kl_cov": ("ratio", "token-mean", "token"),
 }
 SELECTIONS = ("clip_cov", "kl_cov")
+SUMMED = ("rloo",)  # the ratio of a completion is the product of its tokens' ratios
 
 EXP_BOUND = 300.0  # float64: beyond it an exp keeps the value and the slope it has there
 
@@ -326,6 +329,8 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
     else:
         clamp = o["log_ratio_clamp"]
         lam = levelled(plain if clamp is None else plain.clamp(-clamp, clamp))
+        if options["loss_type"] in SUMMED:
+            lam = lam * each
     if o["log_ratio_cap"] is not None:
         lam = lam.clamp(max=o["log_ratio_cap"])
 
@@ -353,7 +358,10 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
     counted_here = {"num_items_in_batch": None, "num_processes": 1}  # what TRL's bnpo always does
     own = {**o, **counted_here} if options["loss_type"] == "bnpo" and options.get("loss_agg_mode") is None else o
     w = weights(batch, mask_array, mode, own)
-    v = weights(batch, mask_array, o["kl_agg_mode"], o) if o.get("kl_agg_mode") else w
+    v = w
+    if o.get("kl_agg_mode") or o.get("kl_empty_rows"):
+        of_kl = {**o, "empty_rows": o.get("kl_empty_rows") or o["empty_rows"]}
+        v = weights(batch, mask_array, o.get("kl_agg_mode") or mode, of_kl)
     rows, kl_rows = (torch.from_numpy(each_row)[:, None] for each_row in (w, v))
     terms_of_policy, terms_of_kl = rows * policy, kl_rows * beta * penalty
 

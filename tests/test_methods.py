@@ -6,12 +6,13 @@ Most of it compares plans, which are numbers: whatever gives the same plan and t
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from batches import arguments, random_batch
-from options import LENGTHS, NUMBERS, takes
+from options import NUMBERS, takes
 
 import grpo_fast as gf
 from grpo_fast import tables
@@ -24,6 +25,7 @@ OTHER: dict[str, Any] = {
     "loss_agg_mode": "token-sum",
     "kl_agg_mode": "token-sum",
     "empty_rows": "exclude",
+    "kl_empty_rows": "exclude",
     "cispo_bound": "absolute",
     "kl_estimator": "k2",
     "kl_ratio_factor": "ratio_detached",
@@ -53,7 +55,9 @@ OTHER: dict[str, Any] = {
     "kl_clamp_out": 0.03,
     **{name: value for name, value in NUMBERS.items() if name != "empty_rows"},
 }
-KL_OPTIONS = ("beta", "kl_estimator", "kl_ratio_factor", "kl_clamp_in", "kl_clamp_out", "kl_agg_mode")
+KL_OPTIONS = (
+    "beta", "kl_estimator", "kl_ratio_factor", "kl_clamp_in", "kl_clamp_out", "kl_agg_mode", "kl_empty_rows",
+)  # fmt: skip
 #: An explicit option that puts a convention's others aside.
 ASIDE = {
     "delta": ("dual_clip",),
@@ -65,9 +69,19 @@ ASIDE = {
 
 
 def plan(loss_type: str | None, options: dict[str, Any], convention: str | None = None, ref: bool = True) -> Resolved:
-    return resolve(
+    found = resolve(
         loss_type, options, convention=convention, has_reference=ref, dtype=np.dtype(np.float64), width=None
     )
+    return found._replace(**{field: _spelt_out(getattr(found, field)) for field in ("weighing", "kl_weighing")})
+
+
+def _spelt_out(weighing: Any) -> Any:
+    """With the denominators that are not given, so that what is given as it would be anyway makes no difference."""
+    if weighing is None:
+        return None
+    plain = {"num_processes": 1.0, "empty_rows": "count"}
+    plain = {name: plain[name] for name in tables.AGGREGATIONS[weighing.aggregation].denominators if name in plain}
+    return weighing._replace(denominators={**plain, **weighing.denominators})
 
 
 def needs(method: str, mode: str | None = None) -> dict[str, Any]:
@@ -336,72 +350,64 @@ def test_a_convention_runs(name: str, method: str, backend: str) -> None:
 
 # --- used or refused ----------------------------------------------------------------------------------
 
-#: Denominators another one needs beside it, or the setting in which an option can be seen.
-BESIDE: dict[str, dict[str, Any]] = {
-    "cispo_bound": {"epsilon": 0.9, "epsilon_high": 1.1},
-    "seed": {"clip_cov_ratio": 0.2, "clip_cov_lb": -1.0, "clip_cov_ub": 1.0},
-    "clip_cov_ratio": {"clip_cov_lb": -1.0, "clip_cov_ub": 1.0},
-    "clip_cov_lb": {"clip_cov_ratio": 1.0},
-    "clip_cov_ub": {"clip_cov_ratio": 1.0, "clip_cov_lb": -1.0},
-}
 METHOD_LEVELS = [(method, level) for method, row in tables.METHODS.items() for level in row.levels]
+DENOMINATORS = {name for row in tables.AGGREGATIONS.values() for name in row.denominators}
+#: Settings in which the options of a selection can be seen.
+SEEN: dict[str, dict[str, Any]] = {"clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": -1.0, "clip_cov_ub": 1.0}}
+
+
+def around(method: str, level: str, mode: str | None, option: str) -> dict[str, Any]:
+    """What stands beside an option that is to be tried: all that it needs, nothing that hides it."""
+    base = {"loss_type": method, "importance_sampling_level": level, "beta": 0.5, **needs(method, mode)}
+    if mode is not None:
+        base["loss_agg_mode"] = mode
+    if option == "num_processes":
+        base |= {name: 5.0 for name in ("num_items_in_batch", "num_sequences") if name in takes(method, mode)}
+    if option == "loss_scale_factor":
+        base.pop("max_completion_length", None)
+        if option in takes(method, mode):
+            base[option] = 10.0
+    if option != "selected":
+        base |= SEEN.get(method, {})
+    if option == "seed" and method == "clip_cov":
+        base["clip_cov_ratio"] = 0.2
+    if option == "cispo_bound" and method == "cispo":
+        base |= {"epsilon": 0.9, "epsilon_high": 1.1}
+    return base
 
 
 @pytest.mark.parametrize(("method", "level"), METHOD_LEVELS, ids=["-".join(pair) for pair in METHOD_LEVELS])
 def test_every_option_does_something_or_is_refused(method: str, level: str) -> None:
-    batch = random_batch(33, [12, 0, 9, 30, 1])
+    batch = random_batch(33, [12, 0, 9, 30, 1, 2, 1, 3, 1, 1, 2, 1, 2, 1], spread=0.5, holes=0.1)
+    batch = replace(batch, logp=batch.logp * 0.3, old_logp=batch.old_logp * 0.3)  # likely tokens: pi moves, too
     modes = [None, *tables.AGGREGATIONS] if level == tables.METHODS[method].levels[0] else [None]
+    row = tables.METHODS[method]
     used = set()
     for option, mode in itertools.product(sorted(OPTIONS), modes):
-        denominators = {name for row in tables.AGGREGATIONS.values() for name in row.denominators}
-        if mode is not None and option not in denominators:
+        if option == "importance_sampling_level" or (mode is not None and option not in DENOMINATORS):
             continue
-        base: dict[str, Any] = {"loss_type": method, "importance_sampling_level": level, "beta": 0.5}
-        if mode is not None:
-            base["loss_agg_mode"] = mode
-        names = takes(method, mode)
-        length = [name for name in names if name in LENGTHS]
-        if length and option not in LENGTHS:
-            base[length[0]] = 13.0
-        if method == "dro":
-            base["dro_beta"] = 0.3
-        if option == "num_processes":
-            base |= {name: 5.0 for name in ("num_items_in_batch", "num_sequences") if name in names}
-        if option == "kl_agg_mode" and tables.METHODS[method].aggregation == "token-sum":
-            base["loss_agg_mode"] = "token-mean"
-        base |= BESIDE.get(option, {}) if method in ("cispo", "clip_cov") else {}
-        if option == "clip_cov_lb" and method == "clip_cov":
-            base["clip_cov_ub"] = 1.0
-        if option in LENGTHS and option in length:
-            before = {**base, option: 13.0}
+        value = np.flatnonzero(batch.counted)[::9] if option == "selected" else OTHER[option]
+        if option == "loss_agg_mode" and row.aggregation == value:
+            value = "token-mean"
+        base = around(method, level, mode, option)
+        if option == "loss_agg_mode":
+            base.pop("max_completion_length", None)
+            base["loss_agg_mode"] = "seq-mean-token-sum"
+        results = []
+        for options in ({**base, option: value}, base):
+            args, keywords = arguments(batch, options)
+            try:
+                results.append(gf.grpo_loss(*args, **{**keywords, "group_ids": batch.group_ids}))
+            except ValueError as error:
+                assert len(results) == 0, (option, mode, str(error))
+                assert str(error).startswith(f"{option}: "), (option, mode, str(error))
+                assert "; " in str(error), str(error)
+                break
         else:
-            before = {name: value for name, value in base.items() if name != option}
-        if option == "dro_beta" and method == "dro":
-            before["dro_beta"] = 0.3
-        value = OTHER[option] if option != "importance_sampling_level" else level
-        if option == "importance_sampling_level":
-            continue  # the parameter of this test
-        after = {**base, option: value}
-        if option == "cispo_bound":
-            before["cispo_bound"] = "relative"
-        args, keywords = arguments(batch, after)
-        keywords["group_ids"] = batch.group_ids
-        try:
-            there = gf.grpo_loss(*args, **keywords)
-        except ValueError as error:
-            assert str(error).startswith(f"{option}: "), (option, mode, str(error))
-            assert "; " in str(error), str(error)
-            continue
-        args, keywords = arguments(batch, before)
-        here = gf.grpo_loss(*args, **keywords, group_ids=batch.group_ids) if "group_ids" not in keywords else (
-            gf.grpo_loss(*args, **keywords)
-        )  # fmt: skip
-        assert (here.loss, here.metrics) != (there.loss, there.metrics), f"{option} does nothing ({mode})"
-        if option != "log_ratio_cap" or tables.SURROGATES[tables.METHODS[method].surrogate].ratio:
-            assert here.loss != there.loss or (here.grad != there.grad).any(), f"{option} changes no loss ({mode})"
-        used.add(option)
-    assert used >= {"beta", "kl_estimator", "kl_clamp_in", "kl_clamp_out", "kl_ratio_factor", "kl_agg_mode"}
-    row = tables.METHODS[method]
+            there, here = results
+            assert here.loss != there.loss or (here.grad != there.grad).any(), f"{option} does nothing ({mode})"
+            used.add(option)
+    assert used >= {"kl_agg_mode", "loss_agg_mode", *KL_OPTIONS} - {"kl_empty_rows"}
     assert used >= set(tables.SURROGATES[row.surrogate].options), "the surrogate's own are all of use"
     if row.selection is not None:
         assert used >= set(tables.SELECTIONS[row.selection].options)

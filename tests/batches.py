@@ -252,13 +252,17 @@ def away_from_kinks(
     ratio: Iterable[float] = (),
     log_ratio: Iterable[float] = (),
     kl: Iterable[float] = (),
+    probability: Iterable[float] = (),
+    divergence: Iterable[float] = (),
+    summed: bool = False,
     level: str = "token",
     ulps: int = 16,
 ) -> Batch:
     """The batch with no log-ratio within ``ulps`` ULP of a bound where a formula changes its branch.
 
     ``ratio`` lists bounds on r at ``level``, ``log_ratio`` bounds on the token's x, ``kl`` bounds on
-    ref_logp - logp. One ULP is that of the dtype at the larger of 1 and the numbers subtracted.
+    ref_logp - logp, ``probability`` bounds on pi - pi_old and ``divergence`` bounds on the KL of a token
+    taken or not; ``summed``: r of a completion is the product of its tokens' ratios. One ULP is that of the dtype at the larger of 1 and the numbers subtracted.
     """
     step = ulps * float(np.finfo(batch.logp.dtype).eps)
     counted, owner = batch.counted, batch.owner
@@ -275,19 +279,29 @@ def away_from_kinks(
         for bound in per_token:
             close |= np.abs(x - bound) < unit
         if per_row:
-            mean = np.bincount(owner[counted], x[counted], batch.rows) / np.maximum(batch.counts(), 1)
+            mean = np.bincount(owner[counted], x[counted], batch.rows)
+            mean = mean if summed else mean / np.maximum(batch.counts(), 1)
             largest = np.zeros(batch.rows)
             np.maximum.at(largest, owner[counted], unit[counted])
+            largest *= np.maximum(batch.counts(), 1) if summed else 1
             for bound in per_row:
                 close[counted] |= (np.abs(mean - bound) < largest)[owner[counted]]
         close &= counted
+        move = 3 * unit
+        p, q = (np.exp(np.where(counted, np.fmin(wide[name], 0.0), -1.0)) for name in ("logp", "old_logp"))
+        for bound in probability:  # q answers to the move by q times as much
+            near = counted & (np.abs(p - q - bound) < unit * (p + q))
+            close, move = close | near, np.where(near, 3 * unit * (p + q) / q, move)
+        for bound in divergence:
+            binary = np.where(counted, -q * x + (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8)), np.inf)
+            close |= np.abs(binary - bound) < unit
         d = np.where(counted, wide["ref_logp"] - wide["logp"], 0.0)
         close_kl = np.zeros(len(batch.logp), bool)
         for bound in kl:
             close_kl |= counted & (np.abs(d - bound) < unit)
         if not close.any() and not close_kl.any():
             break
-        wide["old_logp"] = np.where(close, wide["old_logp"] - 3 * unit, wide["old_logp"])
+        wide["old_logp"] = np.where(close, wide["old_logp"] - move, wide["old_logp"])
         wide["ref_logp"] = np.where(close_kl, wide["ref_logp"] + 3 * unit, wide["ref_logp"])
         for name in ("old_logp", "ref_logp"):  # what the dtype makes of it
             with np.errstate(over="ignore"):
@@ -307,7 +321,12 @@ def frozen(batch: Batch) -> Batch:
 
 
 #: Option names that say which arrays of the batch are passed; the rest are keywords of grpo_loss.
-CHOICES = ("old", "ref", "use_mask", "advantage", "weight")
+CHOICES = ("old", "ref", "use_mask", "advantage", "weight", "choose")
+
+
+def chosen_tokens(batch: Batch, options: dict[str, Any]) -> np.ndarray:
+    """The tokens that ``choose`` hands to clip_cov and kl_cov: every third one that counts."""
+    return np.flatnonzero(batch.counted if options.get("use_mask", True) else batch.inside)[1::3]
 
 
 def arguments(batch: Batch, options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -315,7 +334,7 @@ def arguments(batch: Batch, options: dict[str, Any]) -> tuple[tuple[Any, ...], d
 
     Beside grpo_loss's keywords, options may hold ``old`` (pass the old log-probs; default yes),
     ``ref`` (default yes), ``use_mask`` (default yes), ``advantage`` completion | step | token |
-    completion+step and ``weight`` none | token | completion.
+    completion+step, ``weight`` none | token | completion and ``choose`` (pass :func:`chosen_tokens`).
     """
     keywords = {name: value for name, value in options.items() if name not in CHOICES and value is not None}
     advantage = options.get("advantage", "completion")
@@ -332,7 +351,9 @@ def arguments(batch: Batch, options: dict[str, Any]) -> tuple[tuple[Any, ...], d
         keywords["token_weight"] = batch.token_weight
     if options.get("weight", "none") == "completion":
         keywords.update(token_weight=batch.completion_weight, weight_level="completion")
-    if options.get("loss_agg_mode") == "prompt-mean":
+    if options.get("choose"):
+        keywords["selected"] = chosen_tokens(batch, options)
+    if "prompt-mean" in (options.get("loss_agg_mode"), options.get("kl_agg_mode")):
         keywords["group_ids"] = batch.group_ids
     old = batch.old_logp if options.get("old", True) else None
     ref = batch.ref_logp if options.get("ref", True) else None

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from batches import Batch, pad
+from batches import Batch, chosen_tokens, pad
 
 # --- what the methods are made of ------------------------------------------------------------------
 
@@ -29,13 +29,21 @@ METHODS = {
     "gspo": ("clip", "seq-mean-token-mean", "sequence"),
     "gspo_token": ("clip", "seq-mean-token-mean", "sequence_token"),
     "luspo": ("clip", "seq-mean-token-sum", "sequence"),
+    "rloo": ("clip", "seq-mean-token-mean", "sequence"),
     "cispo": ("cispo", "token-mean", "token"),
     "sapo": ("sapo", "seq-mean-token-mean", "token"),
     "gpg": ("gpg", "token-mean", "token"),
+    "importance_sampling": ("ratio", "token-sum", "token"),
     "dro": ("dro", "token-mean", "token"),
     "dppo_tv": ("dppo_tv", "token-mean", "token"),
     "dppo_kl": ("dppo_kl", "token-mean", "token"),
+    "gmpo": ("log_clip", "seq-mean-token-mean", "sequence"),
+    "vespo": ("vespo", "token-mean", "token"),  # the level of the KL's ratio; the surrogate has its own
+    "clip_cov": ("clip", "token-mean", "token"),
+    "kl_cov": ("ratio", "token-mean", "token"),
 }
+SELECTIONS = ("clip_cov", "kl_cov")
+SUMMED = ("rloo",)  # the ratio of a completion is the product of its tokens' ratios
 
 EXP_BOUND = 300.0  # float64: beyond it an exp keeps the value and the slope it has there
 
@@ -101,13 +109,30 @@ def _ratio(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
 
 
 def _dro(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
-    return -(logp * adv - 0.5 * o["dro_beta"] * (logp - old) ** 2)
+    return -(logp * adv - 0.5 * o["dro_beta"] * lam**2)
+
+
+def _vespo(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
+    return -gamma_weight(lam.detach(), adv, o) * adv * logp
+
+
+def gamma_weight(lam: Any, adv: Any, o: dict[str, Any]) -> Any:
+    """phi(w) = e^lambda w^k e^(-lambda w), with phi(1) = 1 and its largest value at w = k / lambda."""
+    torch = _torch()
+
+    def by_sign(name: str) -> Any:
+        positive, negative = (torch.full_like(adv, o[f"vespo_{name}_{sign}"]) for sign in ("pos", "neg"))
+        return torch.where(adv >= 0, positive, negative)
+
+    k, rate = by_sign("k"), by_sign("lambda").clamp(min=1e-4)
+    return torch.exp(rate + k * lam - rate * torch.exp(lam)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _dppo(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any], kind: str) -> Any:
     torch = _torch()
     low, high = o["epsilon"], o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"]
-    p, q = logp.detach().exp(), old.exp()
+    # rounding can make log-probs of sure tokens positive; a probability is at most 1
+    p, q = logp.detach().clamp(max=0).exp(), old.detach().clamp(max=0).exp()
     if kind == "tv":
         keep = torch.where(adv > 0, p - q <= high, p - q >= -low)
     else:
@@ -123,6 +148,8 @@ SURROGATES: dict[str, Callable[..., Any]] = {
     "sapo": _sapo,
     "gpg": _gpg,
     "ratio": _ratio,
+    "log_clip": _ratio,  # the log-ratios are clipped before their mean, see evaluate
+    "vespo": _vespo,
     "dro": _dro,
     "dppo_tv": lambda *args: _dppo(*args, kind="tv"),
     "dppo_kl": lambda *args: _dppo(*args, kind="kl"),
@@ -136,6 +163,16 @@ DEFAULTS: dict[str, Any] = {
     "cispo_bound": "relative",
     "sapo_temperature_pos": 1.0,
     "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "clip_cov_ratio": 2e-4,
+    "clip_cov_lb": 1.0,
+    "clip_cov_ub": 5.0,
+    "kl_cov_ratio": 2e-4,
+    "ppo_kl_coef": 1.0,
+    "log_ratio_cap": None,
     "kl_estimator": "k3",
     "kl_ratio_factor": "none",
     "kl_clamp_in": None,
@@ -144,6 +181,7 @@ DEFAULTS: dict[str, Any] = {
     "num_processes": 1,
     "num_sequences": None,
     "num_groups": None,
+    "empty_rows": "count",
 }
 
 
@@ -203,13 +241,14 @@ def weights(batch: Batch, mask: np.ndarray, mode: str, o: dict[str, Any]) -> np.
     """w_i, from the (B, L) mask."""
     rows = len(mask)
     counts = mask.sum(1)
-    sequences = o["num_sequences"] if o["num_sequences"] is not None else max(rows, 1)
+    here = rows if o["empty_rows"] == "count" else int((counts > 0).sum())
+    sequences = max(o["num_sequences"] if o["num_sequences"] is not None else here, 1) / o["num_processes"]
     each = np.maximum(counts, 1)
     if mode == "token-mean":
         items = o["num_items_in_batch"] if o["num_items_in_batch"] is not None else counts.sum()
         return np.full(rows, o["num_processes"] / max(items, 1))
     if mode == "token-sum":
-        return np.ones(rows)
+        return np.full(rows, float(o["num_processes"]))
     if mode == "seq-mean-token-mean":
         return 1.0 / (sequences * each)
     if mode == "seq-mean-token-sum":
@@ -264,8 +303,6 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
 
     # log-ratios and levels
     plain = torch.where(mask, logp - old, torch.zeros_like(logp))
-    clamp = o["log_ratio_clamp"]
-    held = plain if clamp is None else plain.clamp(-clamp, clamp)
     counts = mask.sum(1, keepdim=True)
     each = counts.clamp(min=1)
 
@@ -274,54 +311,126 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
         return {"token": lambda: x, "sequence": lambda: mean,
                 "sequence_token": lambda: _straight_through(mean, x)}[level]()  # fmt: skip
 
-    lam = levelled(held)
+    weighted = o.get("weight", "none") != "none"
+    if surrogate == "log_clip":  # each log-ratio stops where it would push the objective up further
+        high = o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"]
+        lam = levelled(torch.where(adv > 0, plain.clamp(max=high), plain.clamp(min=-o["epsilon"])))
+        if weighted:  # one weight per completion, the geometric mean
+            log_weight = torch.where(mask, torch.log(weight + 1e-10), torch.zeros_like(weight))
+            weight = torch.exp(log_weight.sum(1, keepdim=True) / each).expand(-1, width)
+    elif surrogate == "vespo":  # log w of the whole completion: a sum, with the weights' logarithms
+        lowest, highest = float(np.log(1e-8)), 20.0
+        total = plain.clamp(-20.0, 20.0).sum(1, keepdim=True)
+        if weighted:
+            offsets = torch.log(weight).clamp(lowest, highest)
+            total = total + torch.where(mask, offsets, torch.zeros_like(offsets)).sum(1, keepdim=True)
+            weight = torch.ones_like(weight)
+        lam = total.clamp(lowest, highest).expand(-1, width)
+    else:
+        clamp = o["log_ratio_clamp"]
+        lam = levelled(plain if clamp is None else plain.clamp(-clamp, clamp))
+        if options["loss_type"] in SUMMED:
+            lam = lam * each
+    if o["log_ratio_cap"] is not None:
+        lam = lam.clamp(max=o["log_ratio_cap"])
+
     values = SURROGATES[surrogate](lam, logp, old, adv, o)
+    apart = None
+    if options["loss_type"] in SELECTIONS:
+        if o.get("choose"):
+            apart = torch.from_numpy(np.isin(dense["slots"], chosen_tokens(batch, options)))
+        else:
+            apart = selected(options["loss_type"], lam, logp, old, adv, mask, o)
+        if options["loss_type"] == "clip_cov":
+            values = torch.where(apart, torch.zeros_like(values), values)
+        else:
+            values = values + torch.where(apart, o["ppo_kl_coef"] * lam.abs(), torch.zeros_like(lam))
     policy = torch.where(mask, weight * values, torch.zeros_like(values))
     penalty = torch.zeros_like(policy)
-    separately = [policy]  # what adds up to a gradient, for the size of its terms
+    separately = []  # what adds up to the KL's gradient, for the size of its terms
     if with_ref:
         k = kl_term(logp, tokens("ref_logp"), o["kl_estimator"], o["kl_clamp_in"], o["kl_clamp_out"])
         rho = _exp(levelled(plain))
         factor = {"none": torch.ones_like(rho), "ratio": rho, "ratio_detached": rho.detach()}[o["kl_ratio_factor"]]
-        penalty, *more = (torch.where(mask, part, torch.zeros_like(part))
-                          for part in (factor * k, factor.detach() * k, factor * k.detach().abs()))  # fmt: skip
-        separately += [beta * part for part in more]
+        penalty, *separately = (torch.where(mask, part, torch.zeros_like(part))
+                                for part in (factor * k, factor.detach() * k, factor * k.detach().abs()))  # fmt: skip
 
-    w = weights(batch, mask_array, mode, o)
-    rows = torch.from_numpy(w)[:, None]
+    counted_here = {"num_items_in_batch": None, "num_processes": 1}  # what TRL's bnpo always does
+    own = {**o, **counted_here} if options["loss_type"] == "bnpo" and options.get("loss_agg_mode") is None else o
+    w = weights(batch, mask_array, mode, own)
+    v = w
+    if o.get("kl_agg_mode") or o.get("kl_empty_rows"):
+        of_kl = {**o, "empty_rows": o.get("kl_empty_rows") or o["empty_rows"]}
+        v = weights(batch, mask_array, o.get("kl_agg_mode") or mode, of_kl)
+    rows, kl_rows = (torch.from_numpy(each_row)[:, None] for each_row in (w, v))
+    terms_of_policy, terms_of_kl = rows * policy, kl_rows * beta * penalty
 
     def gradient(part: Any) -> Any:
         if part.requires_grad:
-            (result,) = torch.autograd.grad((rows * part).sum(), logp, retain_graph=True, allow_unused=True)
+            (result,) = torch.autograd.grad(part.sum(), logp, retain_graph=True, allow_unused=True)
             if result is not None:
                 return result
         return torch.zeros_like(logp)
 
-    per_completion = (rows * (policy + beta * penalty)).sum(1).detach().numpy()
+    per_completion = (terms_of_policy + terms_of_kl).sum(1).detach().numpy()
 
     def flat(array: Any) -> np.ndarray:
         result = np.zeros(len(batch.logp))
         result[dense["slots"][mask_array]] = array.numpy()[mask_array]
         return result
 
+    parts = [terms_of_policy, *(kl_rows * beta * part for part in separately)]
     return Opinion(
         loss=float(per_completion.sum()),
-        grad=flat(gradient(policy + beta * penalty)),
+        grad=flat(gradient(terms_of_policy + terms_of_kl)),
         per_completion=per_completion,
-        metrics=_metrics(lam, adv, penalty, policy, rows, mask, level, surrogate, o),
-        loss_terms=float((rows * (policy.abs() + (beta * penalty).abs())).sum().detach()),
-        grad_terms=flat(sum(gradient(part).abs() for part in separately) + (rows * weight * adv).abs())
-        if terms
-        else None,
-        scale=1.0 / max(float(w.max(initial=0.0)), 1e-300),
+        metrics=_metrics(lam, adv, penalty, policy, rows, mask, surrogate, apart, batch, options, o),
+        loss_terms=float((terms_of_policy.abs() + terms_of_kl.abs()).sum().detach()),
+        grad_terms=flat(sum(gradient(part).abs() for part in parts) + (rows * weight * adv).abs()) if terms else None,
+        scale=1.0 / max(float(w.max(initial=0.0)), float(v.max(initial=0.0)), 1e-300),
     )
 
 
+def selected(method: str, lam: Any, logp: Any, old: Any, adv: Any, mask: Any, o: dict[str, Any]) -> Any:
+    """Which tokens of a (B, L) batch clip_cov and kl_cov treat apart; of clip_cov, all that it may draw from."""
+    torch = _torch()
+    chosen = torch.zeros_like(mask)
+    n = int(mask.sum())
+    if n == 0:
+        return chosen
+    with torch.no_grad():
+        cov = torch.full(mask.shape, -np.inf, dtype=torch.float64)
+        cov[mask] = (adv[mask] - adv[mask].mean()) * (logp[mask] - logp[mask].mean())
+    if method == "kl_cov":
+        best = torch.topk(cov.reshape(-1), min(max(int(n * o["kl_cov_ratio"]), 1), n)).indices
+        chosen.view(-1)[best] = True
+        return chosen
+    r = _exp(lam.detach())
+    high = 1 + (o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"])
+    high = high if o["delta"] is None else min(high, o["delta"])
+    clipped = ((adv > 0) & (r > high)) | ((adv < 0) & (r < 1 - o["epsilon"]))  # the dual clip is another matter
+    able = mask & ~clipped & (o["clip_cov_lb"] < cov) & (cov < o["clip_cov_ub"])
+    if int(able.sum()) > max(int(n * o["clip_cov_ratio"]), 1):
+        raise ValueError("clip_cov draws from these tokens by chance, which nobody restates; take clip_cov_ratio=1")
+    return able
+
+
 def _metrics(
-    lam: Any, adv: Any, penalty: Any, policy: Any, rows: Any, mask: Any, level: str, surrogate: str, o: dict[str, Any]
+    lam: Any,
+    adv: Any,
+    penalty: Any,
+    policy: Any,
+    rows: Any,
+    mask: Any,
+    surrogate: str,
+    apart: Any,
+    batch: Batch,
+    options: dict[str, Any],
+    o: dict[str, Any],
 ) -> dict[str, float]:
     """What people plot; ratios and clips count sequences at the sequence level. 0 counted tokens: left out."""
     torch = _torch()
+    level = o.get("importance_sampling_level", METHODS[options["loss_type"]][2]) if surrogate != "vespo" else "own"
     with torch.no_grad():
         n = int(mask.sum())
         result = {"tokens": float(n), "policy_loss": float((rows * policy).sum())}
@@ -350,6 +459,13 @@ def _metrics(
 
             result["clip_ratio/low_mean"], result["clip_ratio/high_mean"] = share(below), share(above)
             result["clip_ratio/region_mean"] = share(below | above)
+            shares = [(which.sum(1)[full].double() / counts[full]) for which in (below, above)]
+            result["clip_ratio/low_min"], result["clip_ratio/high_max"] = float(shares[0].min()), float(shares[1].max())
+        if surrogate == "vespo" and o.get("advantage", "completion") == "completion":
+            own = torch.from_numpy(batch.advantages)[full]
+            result["vespo/phi_seq_mean"] = float(gamma_weight(x, own, o).mean())
+        if apart is not None:
+            result["selected_mean"] = float(apart.sum()) / n
         return result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batches import BACKENDS, Batch, arguments, away_from_kinks, poisoned, random_batch
-from options import ADVANTAGES, combinations, kinks
+from options import ADVANTAGES, SELECTED, combinations, kinks, of_method
 
 import grpo_fast as gf
 from grpo_fast import tables
@@ -76,9 +76,9 @@ def test_against_autograd(method: str, level: str) -> None:
 
 @pytest.mark.parametrize("method", tables.METHODS)
 def test_defaults_against_autograd(method: str) -> None:
-    # nothing but the loss type (and the length that one of them needs), on larger ragged batches
+    # nothing but the loss type (and what one of them has no default for), on larger ragged batches
     batch = random_batch(13, [257, 0, 64, 17, 511, 1, 130], holes=0.1)
-    options = {"loss_type": method}
+    options = {"loss_type": method, **of_method(method, "token", SELECTED)[0]}
     if tables.METHODS[method].aggregation == "seq-mean-token-sum-norm":
         options["max_completion_length"] = 600.0
     for advantage in ADVANTAGES:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,29 +21,10 @@ from trl.rewards import accuracy_rewards
 from trl.rewards.other_rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
 
 from .batches import Ragged, contiguous, pad, unpad
+from .results import Result, float64
 
 VERSION = trl.__version__
 PAD, EOS = 0, 1
-
-
-class Result(NamedTuple):
-    """What a framework's function gave: ``value`` per completion, per token, or one number."""
-
-    value: Any
-    grad: np.ndarray | None = None  # per token, 0 on masked ones
-    metrics: dict[str, float] = {}
-    extra: dict[str, Any] = {}
-
-
-@contextmanager
-def float64() -> Any:
-    """Constants of the frameworks in double precision."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Accelerator:

@@ -205,3 +205,8 @@ def outcome_at_end(batch: Ragged, rewards: np.ndarray, extra: int = 0) -> np.nda
     out = np.zeros((batch.n, width(batch, extra)))
     out[np.arange(batch.n), batch.lengths - 1] = rewards
     return out
+
+
+def tokens(batch: Ragged, vocabulary: int = 3) -> np.ndarray:
+    """Token ids with repetitions, from the batch's own random numbers."""
+    return (np.abs(batch.junk * 1000).astype(np.int64) % vocabulary).astype(np.int64)

@@ -20,7 +20,7 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl.rewards import accuracy_rewards
 from trl.rewards.other_rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
 
-from .batches import Ragged, contiguous, pad, unpad
+from .batches import Ragged, contiguous, pad, tokens, unpad
 from .results import Result, float64
 
 VERSION = trl.__version__
@@ -156,7 +156,9 @@ def loss(
             "completion_ids": inside,
             "completion_mask": inside,
             "advantages": torch.tensor(batch.advantages if advantages is None else advantages),
-            "num_items_in_batch": torch.tensor(float(batch.n_tokens if num_items_in_batch is None else num_items_in_batch)),
+            "num_items_in_batch": torch.tensor(
+                float(batch.n_tokens if num_items_in_batch is None else num_items_in_batch)
+            ),
         }
         if not batch.mask.all():
             inputs["tool_mask"] = torch.tensor(pad(batch, batch.mask.astype(np.int64), 1))
@@ -217,7 +219,9 @@ def importance_ratio(batch: Ragged, **options: Any) -> Result:
         self = stand_in(batch, use_vllm=True, **options)
         ratio = importance_ratio_padded(batch, self)
     metrics = {name: values[-1] for name, values in self._metrics["train"].items()}
-    value = ratio[:, 0] if ratio.shape[1] == 1 and "sequence" in self.vllm_importance_sampling_mode else unpad(batch, ratio)
+    value = (
+        ratio[:, 0] if ratio.shape[1] == 1 and "sequence" in self.vllm_importance_sampling_mode else unpad(batch, ratio)
+    )
     return Result(value, None, metrics)
 
 
@@ -229,7 +233,9 @@ def advantages(
     sorted_batch = batch.take(order)
     size = int(np.unique(batch.group_ids, return_counts=True)[1][0])
     with float64():
-        self = stand_in(sorted_batch, training=not evaluation, num_generations=size, num_generations_eval=size, **options)
+        self = stand_in(
+            sorted_batch, training=not evaluation, num_generations=size, num_generations_eval=size, **options
+        )
         weights = np.ones(batch.rewards.shape[1]) if reward_weights is None else reward_weights
         self.reward_weights = torch.tensor(np.asarray(weights, dtype=float))
         cls = RLOOTrainer if trainer == "rloo" else GRPOTrainer
@@ -286,11 +292,6 @@ def off_policy_mask(batch: Ragged, threshold: float) -> Result:
 def overlong(batch: Ragged, max_completion_len: int, soft_punish_cache: int) -> Result:
     reward = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
     return Result(np.array(reward([[2] * int(n) for n in batch.lengths])))
-
-
-def tokens(batch: Ragged, vocabulary: int = 3) -> np.ndarray:
-    """Token ids with repetitions, from the batch's own random numbers."""
-    return (np.abs(batch.junk * 1000).astype(np.int64) % vocabulary).astype(np.int64)
 
 
 def repetition(batch: Ragged, ngram_size: int, max_penalty: float) -> Result:

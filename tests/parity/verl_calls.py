@@ -162,7 +162,10 @@ def advantages(
             keywords["config"] = {"gdpo_reward_keys": names, "gdpo_reward_weights": reward_weights}
             keywords["non_tensor_batch"] = {name: batch.rewards[:, k] for k, name in enumerate(names)}
             inside = torch.tensor(pad(batch, np.ones(len(batch.mask), np.int64)))
-            keywords["batch"] = {"prompts": torch.ones(batch.n, 1), "attention_mask": torch.cat([torch.ones(batch.n, 1), inside], 1).long()}
+            keywords["batch"] = {
+                "prompts": torch.ones(batch.n, 1),
+                "attention_mask": torch.cat([torch.ones(batch.n, 1), inside], 1).long(),
+            }
         elif estimator not in ("gae",):
             keywords["config"] = config
         value, returns = function(**keywords)
@@ -266,7 +269,9 @@ def overlong(batch: Ragged, max_resp_len: int, buffer_len: int, penalty_factor: 
                 reward_router_address=None,
                 is_async_reward_score=False,
                 compute_score=lambda **_: 0.0,
-                overlong_buffer_cfg=SimpleNamespace(enable=True, len=buffer_len, penalty_factor=penalty_factor, log=False),
+                overlong_buffer_cfg=SimpleNamespace(
+                    enable=True, len=buffer_len, penalty_factor=penalty_factor, log=False
+                ),
                 max_resp_len=max_resp_len,
             )
             total = width(batch)

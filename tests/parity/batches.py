@@ -101,6 +101,7 @@ def ragged(
     n_rewards: int = 1,
     wild: float = 0.1,
     far: bool = False,
+    shortest: int = 1,
     max_length: int = 40,
 ) -> Ragged:
     """A batch; ``group_size`` makes all groups equal, as TRL needs them.
@@ -114,10 +115,10 @@ def ragged(
     names = [f"prompt-{rng.integers(10**9):09d}" for _ in sizes]
     ids = np.repeat(np.array(names), sizes)
     n = len(ids)
-    lengths = rng.integers(1, max_length, n)
+    lengths = rng.integers(shortest, max_length, n)
     lengths[rng.random(n) < empty] = 0
     if n > 3:
-        lengths[rng.integers(n)] = 1
+        lengths[rng.integers(n)] = shortest
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     total = int(offsets[-1])
     mask = rng.random(total) >= holes

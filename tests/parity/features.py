@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -36,6 +36,8 @@ class Row:
     why: str = ""
     tolerance: float = FLOAT64
     float32: bool = True
+    differs: bool = False  # a known difference: shown in the table, and expected to be there
+    needs: str = ""  # a loss type of the library, where the row waits for it
 
     def batches(self, seeds: range) -> list[Ragged]:
         return [_batch(seed, tuple(sorted(self.batch.items()))) for seed in seeds]
@@ -101,27 +103,20 @@ def verl() -> Any:
     return verl_calls
 
 
-TRL_BETA = ("beta", "use_bias_correction_kl")
-
-
 def trl_loss(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) -> Difference:
     """``_compute_loss``; in ``options`` TRL's names, and which of its extra weights are on."""
-    theirs = cached(("trl", row.name, str(options)), batch, lambda: trl().loss(batch, **_trl_options(batch, options)))
+    theirs = cached(("trl", row.name, str(options)), batch, lambda: trl().loss(batch, **options))
     without = {**options, "beta": 0.0}
-    policy = cached(("trl", row.name, str(without)), batch, lambda: trl().loss(batch, **_trl_options(batch, without)))
+    policy = cached(("trl", row.name, str(without)), batch, lambda: trl().loss(batch, **without))
     keywords = _our_trl_options(batch, options, dtype, backend)
     ours, terms = our_loss(batch, dtype, backend, options.get("beta", 0.0), **keywords)
     return of_losses(ours.loss, theirs.value, terms, ours.grad, theirs.grad, policy.grad, batch.mask)
 
 
-def _trl_options(batch: Ragged, options: Options) -> Options:
-    return {k: v for k, v in options.items() if k not in ("ours",)}
-
-
 def _our_trl_options(batch: Ragged, options: Options, dtype: Any, backend: str) -> Options:
     o = dict(options)
-    gmpo = o.pop("trainer", "grpo") == "gmpo"
-    loss_type = "gmpo" if gmpo else o.pop("loss_type")
+    trainer = o.pop("trainer", "grpo")
+    gmpo, loss_type = trainer == "gmpo", trainer if trainer != "grpo" else o.pop("loss_type")
     ours: Options = {"convention": "trl==1.16.0", "loss_type": loss_type, **o.pop("ours", {})}
     level = o.pop("importance_sampling_level", None)
     if level is not None:
@@ -146,9 +141,9 @@ def _our_trl_options(batch: Ragged, options: Options, dtype: Any, backend: str) 
             per_row, level_of_weight = per_row * ratio, "completion"
         else:
             weight = np.where(batch.mask, ratio, 1.0)
-    threshold = o.pop("off_policy_mask_threshold", None)
+    threshold, engine = o.pop("off_policy_mask_threshold", None), o.pop("sampling", False)
     if threshold is not None:
-        name = "sampling_logp" if o.pop("sampling", False) else "old_logp"
+        name = "sampling_logp" if engine else "old_logp"
         per_row = per_row * gf.off_policy_weights(
             batch.poisoned("logp", dtype), batch.poisoned(name, dtype), batch.advantages, batch.token_offsets,
             threshold, mask=batch.mask, backend=backend,
@@ -167,12 +162,7 @@ def _our_trl_options(batch: Ragged, options: Options, dtype: Any, backend: str) 
             ours["token_weight"] = weight
     else:
         ours.update(token_weight=per_row, weight_level="completion")
-    if "num_items_in_batch" not in o and loss_type in ("dapo", "cispo", "vespo"):
-        pass  # the tokens of this batch, as without it
-    for name in list(o):
-        target = {"num_processes": "num_processes"}.get(name, name)
-        ours[target] = o.pop(name)
-    return ours
+    return ours | o
 
 
 def _trl_losses() -> list[Row]:
@@ -200,7 +190,7 @@ def _trl_losses() -> list[Row]:
                 "GRPOTrainer._compute_loss",
                 f'grpo_loss(loss_type={loss_type!r}, importance_sampling_level={level!r}, convention="trl")',
                 trl_loss,
-                grid([base], one_by_one(*own[loss_type]), beta) + ({**base, "old": False, "beta": 0.04},),
+                (*grid([base], one_by_one(*own[loss_type]), beta), {**base, "old": False, "beta": 0.04}),
             )
         )
     cap = {"vllm_importance_sampling_clip_max": 1.5}
@@ -252,13 +242,39 @@ def _trl_losses() -> list[Row]:
             ),
         ),
         Row(
+            "RLOO",
+            "trl",
+            "RLOOTrainer._compute_loss",
+            'grpo_loss(loss_type="rloo", convention="trl")',
+            trl_loss,
+            ({"trainer": "rloo"}, {"trainer": "rloo", "epsilon": 0.1, "epsilon_high": 0.3}),
+            {"holes": 0.0, "blank": 0.0, "empty": 0.0},
+            needs="rloo",
+        ),
+        Row(
+            "GMPO, rows without counted tokens",
+            "trl",
+            "GMPOTrainer._compute_loss",
+            'grpo_loss(loss_type="gmpo", convention="trl")',
+            trl_loss,
+            ({"trainer": "gmpo", "epsilon": 0.4},),
+            {"empty": 0.3},
+            "such a row has the ratio exp(0) = 1 in TRL and adds -A / B to the value, without a gradient; here it adds 0",
+            differs=True,
+        ),
+        Row(
             "GMPO",
             "trl",
             "GMPOTrainer._compute_loss",
             'grpo_loss(loss_type="gmpo", convention="trl")',
             trl_loss,
-            grid([{"trainer": "gmpo", "epsilon": 0.4}], [{}, {"beta": 0.1}, {"epsilon": 0.2, "epsilon_high": 0.3}])
-            + ({"trainer": "gmpo", "epsilon": 0.4, "top_entropy_quantile": 0.5},),
+            (
+                *grid(
+                    [{"trainer": "gmpo", "epsilon": 0.4}], [{}, {"beta": 0.1}, {"epsilon": 0.2, "epsilon_high": 0.3}]
+                ),
+                {"trainer": "gmpo", "epsilon": 0.4, "top_entropy_quantile": 0.8},
+            ),
+            {"empty": 0.0, "blank": 0.0, "holes": 0.1, "shortest": 12},
         ),
     ]
     return rows
@@ -789,7 +805,7 @@ def _verl_advantages() -> list[Row]:
         "gae": (grid([{"gamma": 1.0, "lam": 1.0}, {"gamma": 0.9, "lam": 0.95}]), {}, "compared on counted tokens; on masked ones verl leaves the whitened running value, the library 0"),
         "grpo": (normed, {}, ""),
         "grpo_vectorized": (normed, {}, "computed in float32 whatever it is given"),
-        "gdpo": ([{}, {"reward_weights": [0.5, 2.0, 1.0]}], {"n_rewards": 3}, ""),
+        "gdpo": ([{}, {"reward_weights": [0.5, 2.0, 1.0]}], {"n_rewards": 3}, "rewards and weights become float32 whatever they are"),
         "grpo_passk": (normed, {"least_group": 2}, ""),
         "reinforce_plus_plus_baseline": ([{}], {}, ""),
         "rloo": ([{}], {}, ""),
@@ -811,7 +827,7 @@ def _verl_advantages() -> list[Row]:
             grid([{"estimator": name}], list(options)),
             batch,
             why,
-            tolerance=2e-6 if name == "grpo_vectorized" else FLOAT64,
+            tolerance=2e-6 if name in ("grpo_vectorized", "gdpo") else FLOAT64,
         )
         for name, (options, batch, why) in own.items()
     ]
@@ -989,6 +1005,95 @@ def _our_controller(updates: list[tuple[float, int]]) -> np.ndarray:
     return np.array([control.update(current, n) for current, n in updates])
 
 
+# --- known differences -------------------------------------------------------------------------------------------
+
+
+def _leaking(batch: Ragged, options: Options, dtype: Any, backend: str) -> Any:
+    result = gf.group_advantages(
+        token_rewards=batch.poisoned("token_rewards", dtype), token_offsets=batch.token_offsets, mask=batch.mask,
+        group_ids=batch.group_ids, convention="verl", backend=backend,
+    )  # fmt: skip
+    return np.where(batch.mask, result[batch.owner], 0.0)
+
+
+def _at_the_dual_clip(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) -> Difference:
+    zero = np.zeros_like(batch.logp)
+    tied = replace(batch, logp=zero, old_logp=zero - np.log(2.0), advantages=-np.ones(batch.n))
+    return verl_loss(row, tied, options, dtype, backend)
+
+
+def _nothing_counts(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) -> Difference:
+    nothing = replace(batch, mask=np.zeros_like(batch.mask))
+    assert np.isnan(verl().loss(nothing, **options).value)
+    ours, _ = our_loss(nothing, dtype, backend, 0.0, **_our_verl_options(nothing, options, dtype, backend))
+    assert ours.loss == 0 and (ours.grad == 0).all()
+    return Difference(np.inf, np.inf, np.inf, np.inf, True)
+
+
+def _global_counts(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) -> Difference:
+    """geo_mean with a global batch size, which we take and verl does not."""
+    theirs = _verl_call(batch, {"loss_mode": "geo_mean", **COUNTS})
+    ours, terms = our_loss(
+        batch, dtype, backend, 0.0, convention="verl", loss_type="gmpo",
+        num_sequences=COUNTS["global_batch_size"], num_processes=COUNTS["dp_size"],
+    )  # fmt: skip
+    return of_losses(ours.loss, theirs.value, terms, ours.grad, theirs.grad, theirs.grad, batch.mask)
+
+
+def _known_differences() -> list[Row]:
+    return [
+        Row(
+            "score of grpo with rewards on masked slots",
+            "verl",
+            'ADV_ESTIMATOR_REGISTRY["grpo"]',
+            'group_advantages(token_rewards=..., mask=..., convention="verl")',
+            values(lambda b, o: verl().advantages(b, "grpo", leak=True), _leaking),
+            why="verl sums rewards over the whole row, padding and tool output included (verl-project/verl#6310)",
+            differs=True,
+        ),
+        Row(
+            "vanilla at a ratio of exactly clip_ratio_c",
+            "verl",
+            'ppo_loss, POLICY_LOSS_REGISTRY["vanilla"]',
+            'grpo_loss(loss_type="grpo", dual_clip=2.0, convention="verl")',
+            _at_the_dual_clip,
+            ({"loss_mode": "vanilla", "clip_ratio_c": 2.0},),
+            why="torch.min gives each of two equal branches half of the gradient, and one of them is a constant",
+            differs=True,
+            float32=False,
+        ),
+        Row(
+            "a batch without a counted token, no global counts",
+            "verl",
+            "ppo_loss, agg_loss",
+            'grpo_loss(convention="verl")',
+            _nothing_counts,
+            ({"loss_mode": "vanilla"}, {"loss_mode": "vanilla", "loss_agg_mode": "seq-mean-token-mean"}),
+            why="verl divides 0 by 0; here the loss is 0",
+            differs=True,
+        ),
+        Row(
+            "geo_mean with global counts",
+            "verl",
+            'POLICY_LOSS_REGISTRY["geo_mean"]',
+            'grpo_loss(loss_type="gmpo", num_sequences=..., convention="verl")',
+            _global_counts,
+            why="verl leaves the counts out, so that a batch in two micro-batches is another number",
+            differs=True,
+        ),
+        Row(
+            "off-policy diagnostics, completions without counted tokens",
+            "verl",
+            "compute_offpolicy_metrics",
+            "off_policy_metrics()",
+            verl_diagnostics,
+            batch={"empty": 0.3},
+            why="means over completions take such a one for a log-ratio of 0; here it is in no mean",
+            differs=True,
+        ),
+    ]
+
+
 ROWS: tuple[Row, ...] = (
     *_trl_advantages(),
     *_trl_losses(),
@@ -996,4 +1101,5 @@ ROWS: tuple[Row, ...] = (
     *_verl_advantages(),
     *_verl_losses(),
     *_verl_others(),
+    *_known_differences(),
 )

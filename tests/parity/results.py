@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True)
+class Result:
     """``value`` per completion, per token, or one number; ``grad`` per token, 0 on masked ones."""
 
     value: Any
     grad: np.ndarray | None = None
-    metrics: dict[str, float] = {}
-    extra: dict[str, Any] = {}
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager

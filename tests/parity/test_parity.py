@@ -13,6 +13,8 @@ import os
 import numpy as np
 import pytest
 
+from grpo_fast import tables
+
 from .compare import FLOAT32
 from .features import ROWS, Row
 
@@ -37,10 +39,17 @@ def test_same_numbers(row: Row, backend: str) -> None:
     reason = missing(row.framework)
     if reason is not None:
         pytest.skip(reason)
+    if row.needs and row.needs not in tables.METHODS:
+        pytest.skip(f"the library has no loss_type={row.needs!r} yet")
+    worst = 0.0
     for seed, batch in zip(SEEDS, row.batches(SEEDS), strict=True):
         for options in row.grid:
             for dtype, tolerance in ((np.float64, row.tolerance), (np.float32, max(row.tolerance, FLOAT32))):
                 if dtype is np.float32 and not row.float32:
                     continue
                 difference = row.compare(row, batch, options, dtype, backend)
-                assert difference.worst <= tolerance, f"seed {seed}, {np.dtype(dtype)}, {options}: {difference}"
+                worst = max(worst, difference.worst)
+                if not row.differs:
+                    assert difference.worst <= tolerance, f"seed {seed}, {np.dtype(dtype)}, {options}: {difference}"
+    if row.differs:
+        assert worst > row.tolerance, f"{row.framework} no longer differs: {row.why}"

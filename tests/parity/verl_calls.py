@@ -134,13 +134,17 @@ def advantages(
     norm_adv_by_std_in_grpo: bool = True,
     reward_weights: Any = None,
     weights: np.ndarray | None = None,
+    leak: bool = False,
     **options: Any,
 ) -> Result:
-    """A row of ``ADV_ESTIMATOR_REGISTRY``: one advantage per token, returns in ``extra``."""
+    """A row of ``ADV_ESTIMATOR_REGISTRY``: one advantage per token, returns in ``extra``.
+
+    ``leak``: the rewards are those of tokens, with numbers on masked ones, also where an outcome is expected.
+    """
     function = core_algos.get_adv_estimator_fn(estimator)
     with float64():
         mask = padded_mask(batch)
-        if estimator in TOKEN_REWARDS:
+        if leak or estimator in TOKEN_REWARDS:
             rewards = padded(batch, "token_rewards")
         else:
             rewards = torch.tensor(outcome_at_end(batch, batch.rewards[:, 0]))

@@ -21,14 +21,101 @@ from .others_stubs import absent, double
 from .results import Result
 
 absent(
-    "PIL accelerate aiofiles aiohttp anthropic anyio asyncer bitsandbytes blobfile chz cloudpathlib cloudpickle colorama "
-    "colorlog datasets deepspeed distro einops fastapi flash_attn flask google grain gymnasium hf_transfer hf_xet httpx "
-    "huggingface_hub hydra hydra_plugins kagglehub lark math_verify mbridge megatron metrax nest_asyncio openai "
-    "optimum orbax orjson pandas pebble peft perfetto prettytable protobuf psutil pylatexenc pynvml pyqwest qwix "
-    "ray regex requests rich ring_flash_attn safetensors sentencepiece setproctitle sgl_kernel sglang skyrl_gym sniffio "
-    "sqlalchemy sqlmodel swanboard swanlab tenacity tensorboard tensorboardX tensordict tensorflow "
-    "tensorflow_datasets termcolor tiktoken tml_renderers tokenizers torch_memory_saver torchao torchdata torchvision tqdm "
-    "trackio transformers typer uvicorn uvloop vllm wandb werkzeug zmq zstandard".split()
+    [
+        "PIL",
+        "accelerate",
+        "aiofiles",
+        "aiohttp",
+        "anthropic",
+        "anyio",
+        "asyncer",
+        "bitsandbytes",
+        "blobfile",
+        "chz",
+        "cloudpathlib",
+        "cloudpickle",
+        "colorama",
+        "colorlog",
+        "datasets",
+        "deepspeed",
+        "distro",
+        "einops",
+        "fastapi",
+        "flash_attn",
+        "flask",
+        "google",
+        "grain",
+        "gymnasium",
+        "hf_transfer",
+        "hf_xet",
+        "httpx",
+        "huggingface_hub",
+        "hydra",
+        "hydra_plugins",
+        "kagglehub",
+        "lark",
+        "math_verify",
+        "mbridge",
+        "megatron",
+        "metrax",
+        "nest_asyncio",
+        "openai",
+        "optimum",
+        "orbax",
+        "orjson",
+        "pandas",
+        "pebble",
+        "peft",
+        "perfetto",
+        "prettytable",
+        "protobuf",
+        "psutil",
+        "pylatexenc",
+        "pynvml",
+        "pyqwest",
+        "qwix",
+        "ray",
+        "regex",
+        "requests",
+        "rich",
+        "ring_flash_attn",
+        "safetensors",
+        "sentencepiece",
+        "setproctitle",
+        "sgl_kernel",
+        "sglang",
+        "skyrl_gym",
+        "sniffio",
+        "sqlalchemy",
+        "sqlmodel",
+        "swanboard",
+        "swanlab",
+        "tenacity",
+        "tensorboard",
+        "tensorboardX",
+        "tensordict",
+        "tensorflow",
+        "tensorflow_datasets",
+        "termcolor",
+        "tiktoken",
+        "tml_renderers",
+        "tokenizers",
+        "torch_memory_saver",
+        "torchao",
+        "torchdata",
+        "torchvision",
+        "tqdm",
+        "trackio",
+        "transformers",
+        "typer",
+        "uvicorn",
+        "uvloop",
+        "vllm",
+        "wandb",
+        "werkzeug",
+        "zmq",
+        "zstandard",
+    ]
 )
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc,assignment]  # what skyrl's models need below Python 3.12
 
@@ -58,7 +145,9 @@ def result(batch: Ragged, value: torch.Tensor, leaf: torch.Tensor, **metrics: An
 # --- Liger
 
 
-def liger(batch: Ragged, *, old: bool = True, beta: float = 0.0, weights: np.ndarray | None = None, **options: Any) -> Result:
+def liger(
+    batch: Ragged, *, old: bool = True, beta: float = 0.0, weights: np.ndarray | None = None, **options: Any
+) -> Result:
     """``LigerFusedLinearGRPOFunction.ppo_loss_fn`` on log-probs, in one chunk."""
     module = load("liger_kernel.chunked_loss.grpo_loss")
     with double(module):
@@ -95,7 +184,7 @@ def openrlhf(
     with double(module, utils):
         leaf = tensor(batch, "logp", requires_grad=True)
         mask = padded_mask(batch)
-        value, clip_ratio, ppo_kl, *_ = module.PolicyLoss(**options)(
+        value, _clip_ratio, ppo_kl, *_ = module.PolicyLoss(**options)(
             leaf, tensor(batch, "old_logp"), of_tokens(batch), action_mask=mask,
             rollout_log_probs=tensor(batch, "sampling_logp") if sampling else None, **info,
         )  # fmt: skip
@@ -165,7 +254,12 @@ def skyrl(
             of_tokens(batch), mask, loss_reduction, batch.n, max_seq_len, prompt_boundaries
         )
         value, _ = module.PolicyLossRegistry.get(loss_type)(
-            leaf, tensor(batch, "old_logp"), advantages, config, mask, tensor(batch, "sampling_logp") if sampling else None
+            leaf,
+            tensor(batch, "old_logp"),
+            advantages,
+            config,
+            mask,
+            tensor(batch, "sampling_logp") if sampling else None,
         )
         if beta:
             kl = module.compute_approx_kl(leaf, tensor(batch, "ref_logp"), mask, kl_estimator)
@@ -239,7 +333,9 @@ def areal(
             "cu_seqlens": torch.tensor(batch.token_offsets.astype(np.int32)) if packed else None,
         }
         if sapo:
-            value, _ = module.sapo_loss_fn(leaf, lay(batch.seen("old_logp")), **common, **{"tau_pos": 1.0, "tau_neg": 1.05}, **options)
+            value, _ = module.sapo_loss_fn(
+                leaf, lay(batch.seen("old_logp")), **common, **{"tau_pos": 1.0, "tau_neg": 1.05}, **options
+            )
         else:
             if rejection is not None:
                 rejection = load("areal.api.cli_args").RejectionSamplingConfig(**rejection)

@@ -99,7 +99,8 @@ LIGER = [
     *(
         _liger(
             f"{loss_type}, {level}, beta {beta}",
-            {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta} | (_SIZE if loss_type == "dr_grpo" else {}),
+            {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta}
+            | (_SIZE if loss_type == "dr_grpo" else {}),
             {"loss_type": loss_type, "importance_sampling_level": level, "reference": bool(beta)}
             | (_SIZE if loss_type == "dr_grpo" else {}),
             far=beta == 0.0,
@@ -116,42 +117,56 @@ LIGER = [
     _liger("sapo", {"loss_type": "sapo"}, {"loss_type": "sapo"} | _NONE),
     _liger("vespo", {"loss_type": "vespo"}, {"loss_type": "vespo"} | _NONE),
     _liger(
-        "luspo, sequence", {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        "luspo, sequence",
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"loss_type": "luspo", "importance_sampling_level": "sequence"} | _NONE,
-    ),  # fmt: skip
+    ),
     _liger("items", {"num_items_in_batch": 777}, {"num_items_in_batch": 777} | _NONE),
     _liger("weights", {"weights": lambda b: b.token_weight}, {"token_weight": lambda b: b.token_weight} | _NONE),
-    _liger("bias-corrected KL", {"beta": 0.04, "use_bias_correction_kl": True}, {"kl_ratio_factor": "ratio"}, far=False),
+    _liger(
+        "bias-corrected KL", {"beta": 0.04, "use_bias_correction_kl": True}, {"kl_ratio_factor": "ratio"}, far=False
+    ),
 ]
 
 _openrlhf = _losses("openrlhf", 0.0, call.openrlhf)
 OPENRLHF = [
     _openrlhf("default"),
-    _openrlhf("clip-higher, dual clip", {"clip_eps_high": 0.28, "dual_clip": 3.0}, {"epsilon_high": 0.28, "dual_clip": 3.0}),
+    _openrlhf(
+        "clip-higher, dual clip", {"clip_eps_high": 0.28, "dual_clip": 3.0}, {"epsilon_high": 0.28, "dual_clip": 3.0}
+    ),
     _openrlhf("sequence mean", {"token_level_loss": False}, {"loss_type": "grpo"}, rtol=DENOMINATOR),
     _openrlhf("gspo", {"policy_loss_type": "gspo"}, {"loss_type": "gspo"}, rtol=DENOMINATOR),
-    _openrlhf("global tokens", {"batch_num_tokens": 999.0, "dp_size": 4}, {"num_items_in_batch": 999, "num_processes": 4}),
     _openrlhf(
-        "global sequences", {"token_level_loss": False, "global_batch_size": 32.0, "dp_size": 2},
-        {"loss_type": "grpo", "num_sequences": 32, "num_processes": 2}, rtol=DENOMINATOR,
-    ),  # fmt: skip
-    *(
-        _openrlhf(f"KL {k}", {"beta": 0.02, "kl_estimator": k}, {"beta": 0.02, "kl_estimator": k}) for k in ("k1", "k2", "k3")
+        "global tokens", {"batch_num_tokens": 999.0, "dp_size": 4}, {"num_items_in_batch": 999, "num_processes": 4}
     ),
     _openrlhf(
-        "KL beside sequence mean", {"token_level_loss": False, "beta": 0.02, "kl_estimator": "k3"},
-        {"loss_type": "grpo", "beta": 0.02, "kl_estimator": "k3"}, rtol=DENOMINATOR,
-    ),  # fmt: skip
+        "global sequences",
+        {"token_level_loss": False, "global_batch_size": 32.0, "dp_size": 2},
+        {"loss_type": "grpo", "num_sequences": 32, "num_processes": 2},
+        rtol=DENOMINATOR,
+    ),
+    *(
+        _openrlhf(f"KL {k}", {"beta": 0.02, "kl_estimator": k}, {"beta": 0.02, "kl_estimator": k})
+        for k in ("k1", "k2", "k3")
+    ),
+    _openrlhf(
+        "KL beside sequence mean",
+        {"token_level_loss": False, "beta": 0.02, "kl_estimator": "k3"},
+        {"loss_type": "grpo", "beta": 0.02, "kl_estimator": "k3"},
+        rtol=DENOMINATOR,
+    ),
     *(
         Feature(
-            "openrlhf", f"advantages {theirs}",
+            "openrlhf",
+            f"advantages {theirs}",
             lambda b, theirs=theirs: held(b, call.openrlhf_advantages(b, b.rewards[:, 0], theirs, 4)),
             lambda b, ours=ours: on_tokens(b, advantages(b, "openrlhf", **ours)),
-            batch=EQUAL | {"together": True}, filled=True,
+            batch=EQUAL | {"together": True},
+            filled=True,
         )
         for theirs, ours in (("group_norm", {}), ("rloo", {"estimator": "rloo"}), ("dr_grpo", {"scale": "none"}))
     ),
-]  # fmt: skip
+]
 
 _skyrl = _losses("skyrl", 0.001, call.skyrl)
 SKYRL = [

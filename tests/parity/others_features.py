@@ -281,7 +281,7 @@ TINKER = [
     ),
     Feature(
         "tinker", "importance sampling", lambda b: call.skyrl_tinker(b, "importance_sampling"),
-        lambda b: loss(b, "tinker", epsilon=1.0, epsilon_high=1e30, reference=False),
+        lambda b: loss(b, "tinker", loss_type="importance_sampling", reference=False),
     ),
     Feature(
         "tinker", "cispo", lambda b: call.skyrl_tinker(b, "cispo", 0.0, 4.0),

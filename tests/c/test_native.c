@@ -122,7 +122,7 @@ typedef struct {
     int64_t n, n_completions, *start, *stop;
     void *tokens[5]; /* logp, old_logp, ref_logp, token_weight, token_advantages */
     uint8_t *mask;
-    double *advantages, *completion_weight, *weights, *stats;
+    double *advantages, *completion_weight, *weights, *kl_weights, *stats;
     void *grad;
     int is_double;
     size_t size;
@@ -141,13 +141,14 @@ static Case make(const int64_t *lengths, int64_t n_completions, int is_double, i
 {
     Case c = {.n_completions = n_completions, .is_double = is_double, .size = is_double ? sizeof(double) : sizeof(float)};
     c.start = allocate(sizeof(int64_t) * (size_t)n_completions), c.stop = allocate(sizeof(int64_t) * (size_t)n_completions);
-    double **own[] = {&c.advantages, &c.completion_weight, &c.weights};
-    for (int k = 0; k < 3; k++) *own[k] = allocate(sizeof(double) * (size_t)n_completions);
+    double **own[] = {&c.advantages, &c.completion_weight, &c.weights, &c.kl_weights};
+    for (int k = 0; k < 4; k++) *own[k] = allocate(sizeof(double) * (size_t)n_completions);
     c.stats = allocate(sizeof(double) * N_STATS * (size_t)n_completions);
     for (int64_t i = 0; i < n_completions; i++) {
         c.start[i] = c.n + 3, c.stop[i] = c.n = c.start[i] + lengths[i];
         c.advantages[i] = (uniform(&seed) < 0.5 ? -1 : 1) * (0.1 + uniform(&seed));
         c.completion_weight[i] = 0.5 + uniform(&seed), c.weights[i] = 1.0 / (1.0 + (double)lengths[i]);
+        c.kl_weights[i] = 3 * c.weights[i] * (0.5 + uniform(&seed));
     }
     for (int k = 0; k < 5; k++) c.tokens[k] = allocate(c.size * (size_t)c.n);
     c.mask = allocate((size_t)c.n), c.grad = allocate(c.size * (size_t)c.n);
@@ -168,11 +169,11 @@ static Case make(const int64_t *lengths, int64_t n_completions, int is_double, i
 static void drop(Case *c)
 {
     for (int k = 0; k < 5; k++) free(c->tokens[k]);
-    free(c->start), free(c->stop), free(c->advantages), free(c->completion_weight), free(c->weights);
+    free(c->start), free(c->stop), free(c->advantages), free(c->completion_weight), free(c->weights), free(c->kl_weights);
     free(c->stats), free(c->mask), free(c->grad);
 }
 
-enum { OLD = 1, REF = 2, WEIGHT = 4, TOKEN_ADVANTAGE = 8, GRAD = 16 }; /* what a batch has */
+enum { OLD = 1, REF = 2, WEIGHT = 4, TOKEN_ADVANTAGE = 8, GRAD = 16, KL_WEIGHT = 32 }; /* what a batch has */
 
 static Batch batch_of(const Case *c, int has)
 {
@@ -182,6 +183,7 @@ static Batch batch_of(const Case *c, int has)
     const int given[5] = {1, has & OLD, has & REF, has & WEIGHT, has & TOKEN_ADVANTAGE};
     for (int k = 0; k < 5; k++) *into[k] = (Tokens){given[k] ? c->tokens[k] : 0, c->is_double};
     if (has & WEIGHT) b.completion_weight = c->completion_weight;
+    if (has & KL_WEIGHT) b.kl_weights = c->kl_weights;
     return b;
 }
 
@@ -197,7 +199,7 @@ static void restate(const Plan *plan, const Case *c, int has, int64_t i, double 
 {
     const int64_t first = c->start[i], length = c->stop[i] - first;
     const int token_level = plan->level == LEVEL_TOKEN;
-    const double bound = plan->exp_bound, w = c->weights[i];
+    const double bound = plan->exp_bound, w = c->weights[i], v = has & KL_WEIGHT ? c->kl_weights[i] : w;
     double n = 0, sum = 0, lam_i, slopes = 0, pre, lam, r;
     for (int64_t t = first; t < first + length; t++)
         if (!c->mask || c->mask[t]) n++, sum += has & OLD ? at(c, 0, t) - at(c, 1, t) : 0;
@@ -224,7 +226,7 @@ static void restate(const Plan *plan, const Case *c, int has, int64_t i, double 
             kl = fabs(d) > bound ? expm1(clamped(d, -bound, bound)) - d : (double)exact_tail(d), kl_slope = -expm1(clamped(d, -bound, bound));
         }
         slopes += weight * dlam;
-        grad[k] = w * ((plan->level == LEVEL_SEQUENCE ? 0 : weight * slope * dlam) + plan->beta * kl_slope);
+        grad[k] = w * (plan->level == LEVEL_SEQUENCE ? 0 : weight * slope * dlam) + v * plan->beta * kl_slope;
         const double terms[N_STATS] = {-weight * a * held, kl, lam, (double)exact_tail(lam), r, r * r, a < 0 && r < plan->clip_lo,
                                        a > 0 && r > plan->clip_hi, 0, 0, 0};
         for (int s = 0; s < N_SUMS; s++) stats[s] += terms[s], sizes[s] += fabs(terms[s]);
@@ -291,16 +293,17 @@ static void check_loss(void)
             Case wide = make(LENGTHS, COUNT(LENGTHS), is_double, masked, 60, 13);
             Plan plan = clip_plan(is_double, LEVEL_TOKEN, 3), plain = clip_plan(is_double, LEVEL_TOKEN, 0);
             compare(&plan, &c, OLD | REF, "clip and k3");
+            compare(&plan, &c, OLD | REF | KL_WEIGHT, "clip and k3, its own weights,");
             compare(&plan, &big, OLD | REF, "clip and k3, long,");
             compare(&plan, &wide, OLD | REF, "clip and k3, ratios up to exp(60),");
             compare(&plan, &c, REF, "clip and k3, on-policy,");
             compare(&plain, &c, OLD, "clip");
-            compare(&plan, &c, OLD | REF | WEIGHT | TOKEN_ADVANTAGE, "clip and k3, staged,");
+            compare(&plan, &c, OLD | REF | WEIGHT | TOKEN_ADVANTAGE | KL_WEIGHT, "clip and k3, staged,");
             plan.lam_lo = -0.3, plan.lam_hi = 0.2;
             compare(&plan, &c, OLD | REF, "clip and k3, clamped,");
             plan = clip_plan(is_double, LEVEL_SEQUENCE, 3);
             plan.p[0] = 0.99, plan.p[1] = 1.01, plan.clip_lo = 0.99, plan.clip_hi = 1.01;
-            compare(&plan, &c, OLD | REF, "sequence");
+            compare(&plan, &c, OLD | REF | KL_WEIGHT, "sequence");
             compare(&plan, &big, OLD | REF | WEIGHT, "sequence, long,");
             plan.reduce = REDUCE_SUM;
             compare(&plan, &c, OLD | REF, "sequence, sum,");
@@ -478,6 +481,113 @@ static void check_alignment(void)
             check(good, "%s: every alignment, the same bits: %s, float%d", isa_name(), names[kind], is_double ? 64 : 32);
             for (int a = 0; a < 7; a++) free(room[a]);
             drop_result(first), drop(&c);
+        }
+}
+
+/* ---- every surrogate: finite, and the same bits however many threads ---- */
+
+static void check_surrogates(void)
+{
+    static const double p[][4] = {{0.8, 1.28, 3}, {0.8, 1.28}, {1, 1.05}, {0}, {0.3}, {2, 3, 3, 2}, {0.05, 0.04, 1.3}, {0.01, 0.02, INFINITY}, {0.3}};
+    for (int surrogate = 0; surrogate < COUNT(p); surrogate++) {
+        int good = 1;
+        for (int kind = 0; kind < 12; kind++) {
+            const int is_double = kind % 2, has = OLD | REF | (kind % 3 == 0 ? WEIGHT | TOKEN_ADVANTAGE | KL_WEIGHT : 0);
+            Case c = make(LENGTHS, COUNT(LENGTHS), is_double, kind % 4 < 2, kind < 6 ? 0.5 : 60, (uint64_t)(surrogate + 50));
+            Plan plan = clip_plan(is_double, kind % 3, 3);
+            plan.surrogate = surrogate, memcpy(plan.p, p[surrogate], sizeof plan.p);
+            const Result one = result_of(&c, &plan, has, 1), two = result_of(&c, &plan, has, 2);
+            good &= same(&c, one, two);
+            for (int64_t k = 0; k < c.n_completions; k++)
+                for (int s = 0; s < N_SUMS; s++) good &= isfinite(one.stats[k * N_STATS + s]);
+            for (int64_t i = 0; i < c.n_completions; i++)
+                for (int64_t t = c.start[i]; t < c.stop[i]; t++) good &= isfinite(grad_at(&c, t));
+            drop_result(one), drop_result(two), drop(&c);
+        }
+        check(good, "%s: surrogate %d: finite, and the same bits for 1 and 2 threads", isa_name(), surrogate);
+    }
+}
+
+/* Weights of a KL whose ratio is shared: two tokens by hand, x = 0 and d = ln 2, w = 1, v = 4. */
+static void check_kl_weights(void)
+{
+    const int64_t start = 0, stop = 2;
+    const double zero[] = {0, 0}, ln2 = 0.69314718055994530942, ref[] = {ln2, ln2}, w = 1, v = 4;
+    double grad[2], stats[N_STATS];
+    const Batch batch = {.n_completions = 1, .start = &start, .stop = &stop, .logp = {zero, 1}, .old_logp = {zero, 1}, .ref_logp = {ref, 1},
+                         .weights = &w, .kl_weights = &v, .grad = grad, .grad_is_double = 1, .stats = stats};
+    Plan plan = clip_plan(1, LEVEL_TOKEN, 3);
+    plan.beta = 0.5, plan.rho = RHO_RATIO, plan.rho_level = LEVEL_SEQUENCE;
+    grpo_policy_loss(&plan, &batch, 1);
+    /* beta v (-1 + (1 - ln 2)): the slope of k3, and the mean of its values */
+    check(fabs(grad[0] + 2 * ln2) < 1e-15 && fabs(grad[1] + 2 * ln2) < 1e-15, "%s: weights of the KL term by hand", isa_name());
+}
+
+/* ---- tokens without a loss ---- */
+
+/* Runs a kind with 1, 2 and 3 threads; 0 where a bit differs. */
+static int run_tokens(int kind, TokenCall call, void *out, size_t size)
+{
+    void *first = allocate(size);
+    int good = 1;
+    call.out = out;
+    memset(out, 7, size);
+    grpo_tokens(kind, &call, 1);
+    memcpy(first, out, size);
+    for (int n_threads = 2; n_threads <= 3; n_threads++) {
+        memset(out, 7, size);
+        grpo_tokens(kind, &call, n_threads);
+        good &= same_bits(out, first, size);
+    }
+    free(first);
+    return good;
+}
+
+static void check_tokens(void)
+{
+    for (int is_double = 0; is_double < 2; is_double++)
+        for (int masked = 0; masked < 2; masked++) {
+            Case c = make(LENGTHS, COUNT(LENGTHS), is_double, masked, 0.5, 41);
+            const TokenCall call = {.n_completions = c.n_completions, .start = c.start, .stop = c.stop, .mask = c.mask, .a = {c.tokens[0], is_double},
+                                    .b = {c.tokens[1], is_double}, .final = c.advantages, .gamma = 0.99, .lam = 0.95, .centre = -1, .shift = 0.5,
+                                    .scale = 2, .clamp = 0.3, .low = 0.9, .high = 1.1, .out_is_double = is_double};
+            const size_t n = (size_t)c.n, rows = (size_t)c.n_completions;
+            double *moments = allocate(rows * 3 * sizeof(double)), *row = allocate(rows * N_MISMATCH * sizeof(double));
+            uint8_t *keep = allocate(n);
+            void *gae = allocate(n * c.size), *affine = allocate(n * c.size), *weights = allocate(n * c.size);
+            int good = run_tokens(TOKEN_MOMENTS, call, moments, rows * 3 * sizeof(double));
+            good &= run_tokens(TOKEN_MISMATCH, call, row, rows * N_MISMATCH * sizeof(double));
+            good &= run_tokens(TOKEN_GAE, call, gae, n * c.size) & run_tokens(TOKEN_AFFINE, call, affine, n * c.size);
+            good &= run_tokens(TOKEN_WEIGHTS, call, weights, n * c.size);
+            TokenCall kept = call;
+            kept.choice = STATISTIC_K3, kept.low = 0, kept.high = 0.01;
+            good &= run_tokens(TOKEN_KEEP, kept, keep, n);
+            const double unit = is_double ? 1e-14 : 1e-7;
+            for (int64_t i = 0; i < c.n_completions; i++) {
+                double count = 0, second = 0, ratio = 0, size = 0, next_value = 0, next = 0, largest = 0;
+                int last = 1;
+                for (int64_t t = c.stop[i] - 1; t >= c.start[i]; t--) {
+                    const double got[3] = {is_double ? ((double *)gae)[t] : (double)((float *)gae)[t],
+                                           is_double ? ((double *)affine)[t] : (double)((float *)affine)[t],
+                                           is_double ? ((double *)weights)[t] : (double)((float *)weights)[t]};
+                    if (c.mask && !c.mask[t]) {
+                        good &= got[0] == 0 && got[1] == 0 && got[2] == 0 && keep[t] == 0;
+                        continue;
+                    }
+                    const double a = at(&c, 0, t), b = at(&c, 1, t), y = clamped(a - b, -0.3, 0.3);
+                    next = a + (last ? c.advantages[i] : 0) + 0.99 * next_value - b + 0.99 * 0.95 * next;
+                    next_value = b, last = 0;
+                    good &= fabs(got[0] - next) <= unit * (100 + fabs(next)) && fabs(got[1] - (a - 0.5) * 2) <= unit * 10;
+                    good &= fabs(got[2] - clamped(exp(y), 0.9, 1.1)) <= unit * 2 && keep[t] == (exact_tail(y) <= 0.01L);
+                    count++, second += (a + 1) * (a + 1), ratio += exp(y), size += fabs(a - b), largest = fmax(largest, (double)exact_tail(y));
+                }
+                const double *m = row + N_MISMATCH * i;
+                good &= moments[3 * i] == count && fabs(moments[3 * i + 2] - second) <= 1e-13 * second && m[MISMATCH_TOKENS] == count;
+                good &= fabs(m[MISMATCH_RATIO] - ratio) <= 1e-13 * ratio && fabs(m[MISMATCH_LOG_RATIO_ABS] - size) <= 1e-13 * size;
+                good &= fabs(m[MISMATCH_K3_MAX] - largest) <= 1e-13 * largest && m[MISMATCH_NON_FINITE] == 0 && m[MISMATCH_UNSCORED] == 0;
+            }
+            check(good, "%s: tokens without a loss, float%d%s", isa_name(), is_double ? 64 : 32, masked ? ", mask" : "");
+            free(moments), free(row), free(keep), free(gae), free(affine), free(weights), drop(&c);
         }
 }
 
@@ -702,6 +812,9 @@ int main(int argc, char **argv)
         check_loss();
         check_non_finite();
         check_saturation();
+        check_surrogates();
+        check_kl_weights();
+        check_tokens();
         check_threads();
         check_alignment();
     }

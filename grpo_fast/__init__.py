@@ -16,7 +16,9 @@ from ._version import __version__
 from .advantages import compute_grpo_advantages, group_advantages
 from .conventions import Convention, convention
 from .corrections import importance_weights
+from .custom import check_gradient as check_surrogate_gradient
 from .diagnostics import off_policy_metrics
+from .explain import explain
 from .filters import informative_groups
 from .losses import LossResult, grpo_loss, kl
 from .off_policy import off_policy_weights, top_entropy_weights
@@ -33,9 +35,11 @@ __all__ = [
     "LossResult",
     "Rollouts",
     "__version__",
+    "check_surrogate_gradient",
     "compute_grpo_advantages",
     "convention",
     "cosine_length_reward",
+    "explain",
     "group_advantages",
     "grpo_loss",
     "importance_weights",

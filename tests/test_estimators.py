@@ -295,6 +295,17 @@ def test_along_tokens(backend: str, seed: int, dtype: Any) -> None:
         agree(optimal(wide, tir, tail, weight), estimator=name, **options)
 
 
+def test_empty_completions_are_nobodys_neighbours(backend: str) -> None:
+    """A completion whose only sibling has no tokens is alone in the tir form, and keeps its return."""
+    options: dict[str, Any] = {"token_offsets": [0, 2, 2], "group_ids": [0, 0], "handle_zero_tail": False}
+    options |= {"token_rewards": [0.0, 1.0], "old_logp": [-1.0, -1.0], "sum_pi_squared": [0.5, 0.5]}
+    options |= {"singleton": "raw", "backend": backend}
+    found = gf.group_advantages(estimator="tir_optimal_token_baseline", **options)
+    assert found.tolist() == [1.0, 1.0]
+    found = gf.group_advantages(estimator="optimal_token_baseline", **options)
+    np.testing.assert_allclose(found, 0.0, atol=1e-7)
+
+
 def test_gdpo(backend: str) -> None:
     b = batch(7)
     rng = np.random.default_rng(1)

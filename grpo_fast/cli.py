@@ -109,7 +109,7 @@ def _sentence(error: CycloptsError) -> str:
 
 
 #: Keywords as they are typed here; what is wrong is said by functions that are called from Python too.
-_NAMED = "kind|level|baseline|scale|singleton|normalize|credit|tail|trajectory_reward|step_form"
+_NAMED = "kind|level|convention|estimator|baseline|scale|singleton|normalize|credit|tail|trajectory_reward|step_form"
 _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\bcolumns=\{'(\w+)': '([^']*)'\}"), r"--columns \1=\2"),
     (re.compile(r"\boverwrite=True\b"), "--overwrite"),
@@ -146,6 +146,9 @@ def advantages(
     columns: tuple[str, ...] = (),
     reward: tuple[str, ...] = (),
     reward_weight: tuple[float, ...] = (),
+    convention: str | None = None,
+    estimator: str | None = None,
+    multi_objective_aggregation: str | None = None,
     baseline: str | None = None,
     scale: str | None = None,
     singleton: str | None = None,
@@ -192,10 +195,16 @@ def advantages(
         One reward column; repeatable, to add several up.
     reward_weight
         Weight of one reward; repeatable, in their order. Default: 1 each.
+    convention
+        Whose numbers: trl, verl, openrlhf, nemo-rl, ..., or trl==1.16.0; fills in what is left out.
+    estimator
+        grpo (default), dr_grpo, rloo, opo, gpg, grpo_passk, max_rl or gdpo.
+    multi_objective_aggregation
+        Several rewards: sum_then_normalize (default) or normalize_then_sum.
     baseline
-        mean (default), leave_one_out or none.
+        mean (default), leave_one_out, length_weighted or none.
     scale
-        group (default), batch or none.
+        group (default), batch, leave_one_out or none.
     singleton
         Advantage of a group with one reward: zero (default), raw or error.
     trajectory_reward
@@ -237,6 +246,7 @@ def advantages(
 
     start = time.perf_counter()
     options = {
+        "convention": convention, "estimator": estimator, "multi_objective_aggregation": multi_objective_aggregation,
         "baseline": baseline, "scale": scale, "singleton": singleton, "trajectory_reward": trajectory_reward,
         "reward_weights": reward_weight or None, "normalize": normalize, "step_form": step_form,
         "prefix_value_start": prefix_value_start, "credit": credit, "gamma": gamma, "temperature": temperature,

@@ -180,6 +180,18 @@ def _scales(name: str) -> list[str]:
     return [row for row in SCALES if row in _SCALES_OF.get(name, SCALES)]
 
 
+def takes_tokens(options: Mapping[str, Any]) -> bool:
+    """Whether these keywords of group_advantages want ``token_offsets`` where they can be had."""
+    several = options.get("multi_objective_aggregation") == "normalize_then_sum"
+    name = options.get("estimator") or ("gdpo" if several else "grpo")
+    row = ESTIMATORS.get(name)
+    if row is None:
+        return False
+    weighted = "length_weighted" in (options.get("baseline"), row.definition.get("baseline"))
+    over_tokens = name == "gdpo" and str(options.get("convention")).startswith("verl")
+    return row.level == "token" or over_tokens or (weighted and options.get("lengths") is None)
+
+
 def check_ddof(ddof: int | None) -> int:
     """0 or 1."""
     value = 0 if ddof is None else check.integer("ddof", ddof, least=0)

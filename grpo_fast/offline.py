@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _validate as check
+from . import tables
 from ._contract import Int
 from .advantages import group_advantages
 from .arrow import Bool, list_array, list_lengths, offsets_of
@@ -26,7 +27,10 @@ LEVELS = ("completion", "step", "token")
 COLUMNS = {"completion": "advantage", "step": "step_advantages", "token": "token_advantages"}
 
 #: Keywords of group_advantages, of process_advantages, and of both.
-OUTCOME_OPTIONS = ("baseline", "scale", "singleton", "trajectory_reward", "reward_weights")
+OUTCOME_OPTIONS = (
+    "convention", "estimator", "multi_objective_aggregation", "baseline", "scale", "singleton", "trajectory_reward",
+    "reward_weights",
+)  # fmt: skip
 PROCESS_OPTIONS = ("normalize", "step_form", "prefix_value_start", "credit", "gamma", "temperature", "tail")
 SHARED_OPTIONS = ("ddof", "eps", "backend")
 
@@ -110,10 +114,25 @@ def _try_out(request: Request) -> None:
     """The functions' own checks of their options, on a batch of two."""
     outcome = request.given(*OUTCOME_OPTIONS, *SHARED_OPTIONS)
     outcome.pop("reward_weights", None)
+    estimator = outcome.get("estimator", "grpo")
+    if estimator in tables.ESTIMATORS and not _per_completion(tables.ESTIMATORS[estimator]):
+        possible = ", ".join(name for name, row in tables.ESTIMATORS.items() if _per_completion(row))
+        raise UsageError(
+            f"estimator: {estimator!r} needs more than a column of rewards, which group_advantages takes in Python; "
+            f"choose one of {possible}"
+        )
+    several = outcome.get("multi_objective_aggregation") == "normalize_then_sum" or estimator == "gdpo"
+    rewards: Any = [[0.0, 1.0], [1.0, 0.0]] if several else [0.0, 1.0]
+    if estimator in tables.ESTIMATORS and _weighs_by_length(outcome):
+        outcome["lengths"] = [1, 1]
     ids = None if request.options.get("trajectory_reward") is None else [0, 1]
-    group_advantages([0.0, 1.0], group_ids=[0, 0], trajectory_ids=ids, **outcome)
+    group_advantages(rewards, group_ids=[0, 0], trajectory_ids=ids, **outcome)
     process = request.given(*PROCESS_OPTIONS, *SHARED_OPTIONS)
     process_advantages([0.0, 1.0], [0, 0], [0, 1, 2], [0, 1, 2], group_ids=[0, 0], **process)
+
+
+def _per_completion(row: tables.Estimator) -> bool:
+    return row.level != "token" and not set(row.needs) - {"lengths"} and "k" not in row.takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +202,7 @@ def add_advantages(source: Source, request: Request) -> tuple[Any, Summary]:
     counts: dict[str, Any] = {}
     if kind != "process":
         rewards = read_rewards(source)
-        columns["completion"] = _outcome(rows, rewards, request)
+        columns["completion"] = _outcome(rows, rewards, request, lengths)
         counts |= _outcome_counts(rows, rewards, request)
     if steps is not None:
         tokens = offsets_of(_needed(lengths, source))
@@ -295,10 +314,19 @@ def _equal_groups(centred: npt.NDArray[Any], codes: Int, scored: Bool, units: In
 # ---- outcome -----------------------------------------------------------------------------------------
 
 
-def _outcome(rows: _Rows, rewards: npt.NDArray[Any], request: Request) -> npt.NDArray[Any]:
+def _outcome(rows: _Rows, rewards: npt.NDArray[Any], request: Request, lengths: Int | None) -> npt.NDArray[Any]:
     """(n_rows,) advantages."""
     options = request.given(*OUTCOME_OPTIONS, *SHARED_OPTIONS)
+    if lengths is not None and _weighs_by_length(options):
+        options["lengths"] = lengths
     return group_advantages(rewards, nan_policy="exclude", **rows.ids(), **options)
+
+
+def _weighs_by_length(options: dict[str, Any]) -> bool:
+    return "length_weighted" in (
+        options.get("baseline"),
+        tables.ESTIMATORS[options.get("estimator", "grpo")].definition.get("baseline"),
+    )
 
 
 def _outcome_counts(rows: _Rows, rewards: npt.NDArray[Any], request: Request) -> dict[str, int]:

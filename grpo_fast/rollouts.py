@@ -13,6 +13,7 @@ import numpy.typing as npt
 from . import _validate as check
 from ._contract import Int
 from .advantages import group_advantages
+from .estimators import takes_tokens
 from .groups import Groups, label_groups, make_groups
 from .losses import LossResult, grpo_loss
 from .process import process_advantages
@@ -153,9 +154,15 @@ class Rollouts:
     # ---- what one computes with it ----
 
     def group_advantages(self, **options: Any) -> npt.NDArray[Any]:
-        """:func:`grpo_fast.group_advantages` of the rewards; (n_completions,)."""
+        """:func:`grpo_fast.group_advantages` of the rewards; (n_completions,), or (n_tokens,) along tokens.
+
+        Offsets and mask of the tokens go with it where the estimator, or the length-weighted baseline, takes them.
+        """
         self._need("rewards")
-        return group_advantages(self.rewards, **self._given("group_ids", "group_offsets", "trajectory_ids"), **options)
+        given = self._given("group_ids", "group_offsets", "trajectory_ids")
+        if takes_tokens(options):
+            given |= {"token_offsets": self.token_offsets} | self._given("mask")
+        return group_advantages(self.rewards, **{**given, **options})
 
     def process_advantages(self, **options: Any) -> npt.NDArray[Any]:
         """:func:`grpo_fast.process_advantages` of the step rewards; per token, or per step with ``level="step"``."""

@@ -11,10 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _validate as check
-from .. import advantages as adv
+from ..advantages import group_advantages
+from ..estimators import takes_tokens
 from ..losses import LossResult, evaluate
 from ..methods import OPTIONS
+from ..tables import ESTIMATORS
 from ._layout import flat_output, flatten, row_ranges
+from .advantages import group_advantages as padded_advantages
 
 
 def grpo_loss(
@@ -122,6 +125,8 @@ def grpo(
     ref_logp: npt.ArrayLike | None,
     mask: npt.ArrayLike | None = None,
     *,
+    convention: str | None = None,
+    estimator: str | None = None,
     baseline: str | None = None,
     scale: str | None = None,
     ddof: int | None = None,
@@ -137,7 +142,8 @@ def grpo(
     ----------
     rewards : (P, G)
     logp, old_logp, ref_logp, mask : (P, G, L), as in :func:`grpo_loss`
-    baseline, scale, ddof, eps, singleton, nan_policy
+    convention, as in both functions
+    estimator, baseline, scale, ddof, eps, singleton, nan_policy
         As in :func:`grpo_fast.group_advantages`.
     **loss_options
         Keywords of :func:`grpo_loss`.
@@ -145,7 +151,7 @@ def grpo(
     Returns
     -------
     (advantages, LossResult)
-        ``advantages`` is (P, G).
+        ``advantages`` is (P, G), or (P, G, L) for an estimator of one number per token.
 
     Raises
     ------
@@ -171,14 +177,25 @@ def grpo(
             f"rewards: expected shape {array.shape[:-1]}, the leading dimensions of logp, got {reward_array.shape}; "
             "both are (prompts, group size)"
         )
-    advantages = adv.group_advantages(
-        reward_array,
-        baseline=baseline,
-        scale=scale,
-        ddof=ddof,
-        eps=eps,
-        singleton=singleton,
-        nan_policy=nan_policy,
-        backend=backend,
-    )
-    return advantages, grpo_loss(array, old_logp, ref_logp, advantages, mask, backend=backend, **loss_options)
+    options: dict[str, Any] = {
+        "convention": convention,
+        "estimator": estimator,
+        "baseline": baseline,
+        "scale": scale,
+        "ddof": ddof,
+        "eps": eps,
+        "singleton": singleton,
+        "nan_policy": nan_policy,
+        "backend": backend,
+    }
+    loss_options = {"convention": convention, **loss_options, "backend": backend}
+    if not takes_tokens(options):
+        advantages = group_advantages(reward_array, **options)
+    elif estimator is not None and ESTIMATORS[estimator].level == "token":
+        every = np.ones(array.shape, np.bool_) if mask is None else mask
+        advantages = padded_advantages(reward_array, every, **options)
+        loss_options["advantage_level"] = "token"
+    else:
+        lengths = np.full(reward_array.shape, array.shape[-1]) if mask is None else np.count_nonzero(mask, axis=-1)
+        advantages = group_advantages(reward_array, lengths=lengths.reshape(-1), **options)
+    return advantages, grpo_loss(array, old_logp, ref_logp, advantages, mask, **loss_options)

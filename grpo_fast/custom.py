@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import _backends, _numpy
+from . import _backends, _numpy, _numpy_base
 from ._contract import STATS, Batch, Double
 
 #: The function: (lam, logp, old_logp, A, params) -> (value, d/dlam, d/dlogp).
@@ -64,7 +64,7 @@ class Custom:
             return
         i = int(bad[0])
         where = f"completion {i}"
-        counted = _numpy._counted(batch.mask, batch.start[i], batch.stop[i])
+        counted = _numpy_base._counted(batch.mask, batch.start[i], batch.stop[i])
         tokens = _numpy._gather(batch, i, counted)
         slots = batch.start[i] + np.flatnonzero(counted)
         for t, logp, old_logp, A in zip(slots, tokens.logp, tokens.old_logp, tokens.A, strict=True):

@@ -296,6 +296,11 @@ def evaluate(
         ranges.stop - ranges.start if counted is None else kernels.count_tokens(counted, ranges.start, ranges.stop)
     )
     groups = _groups(resolved, len(counts), group_ids, group_offsets)
+    if plan.weight_use == _contract.USE_LOG_OFFSET and token_weight is not None and weight_level != "token":
+        raise ValueError(
+            f"weight_level: loss_type={loss_type!r} adds the logarithms of token weights; no source defines it with "
+            "one weight per completion; pass one weight per token"
+        )
     per_token, per_completion = _token_weights(token_weight, weight_level, ranges, counts)
     own, steps, offsets, ends, of_tokens = _advantages(
         advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts

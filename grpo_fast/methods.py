@@ -120,7 +120,7 @@ def resolve(
     fields: dict[str, Any] = {
         **(_custom(given) if custom else _surrogate(loss_type, method, given)),
         **_kl(given, has_reference),
-        **_level(loss_type, method, given),
+        **_level(loss_type, method, given, custom),
         **method.plan,
         "exp_bound": c.EXP_BOUND[dtype],
     }
@@ -198,7 +198,7 @@ def _custom(given: _Given) -> dict[str, Any]:
     return {"surrogate": c.SURROGATE_CUSTOM, **{f"p{k}": v for k, v in enumerate(values)}, **_clamp(given)}
 
 
-def _level(loss_type: str, method: Method, given: _Given) -> dict[str, Any]:
+def _level(loss_type: str, method: Method, given: _Given, custom: bool) -> dict[str, Any]:
     name = given.one("importance_sampling_level", method.levels[0])
     one_of("importance_sampling_level", name, LEVELS)
     if name not in method.levels:
@@ -207,11 +207,12 @@ def _level(loss_type: str, method: Method, given: _Given) -> dict[str, Any]:
             f"{' or '.join(map(repr, method.levels))}, not at {name!r}; leave it out or choose another loss_type"
         )
     fields: dict[str, Any] = {"level": LEVELS[method.own_level or name], "rho_level": LEVELS[name]}
-    if fields["level"] == c.LEVEL_TOKEN or "lam_hi" in method.plan:
+    has_ratio = custom or SURROGATES[method.surrogate].ratio
+    if fields["level"] == c.LEVEL_TOKEN or "lam_hi" in method.plan or not has_ratio:
         if "log_ratio_cap" in given.explicit:
             raise ValueError(
-                f"log_ratio_cap: it holds the one log-ratio of a completion, which loss_type={loss_type!r} at "
-                f"the {name} level has no free one of; leave it out, or pass log_ratio_clamp"
+                f"log_ratio_cap: it holds the one log-ratio of a completion, and loss_type={loss_type!r} has none to "
+                f"hold at the {name} level; leave it out"
             )
     elif (cap := given.one("log_ratio_cap")) is not None:
         fields["lam_hi"] = cap

@@ -7,6 +7,7 @@ them streams over the tokens a slice at a time in NumPy, whatever the backend, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -35,13 +36,16 @@ def select(name: str, options: dict[str, Any], plan: Plan, batch: Batch) -> Int:
     """The slots of the selected tokens, in ascending order."""
     if "selected" in options:
         return _given(options["selected"], batch)
-    total, n = np.zeros(2), 0
+    sums: list[tuple[float, float]] = []
+    n, least, most = 0, np.inf, -np.inf
     for tokens in _slices(batch):
-        total += [tokens.logp.sum(), tokens.advantage.sum()]
+        sums.append((tokens.logp.sum(), tokens.advantage.sum()))
         n += len(tokens.slot)
+        least, most = min(least, tokens.advantage.min(initial=np.inf)), max(most, tokens.advantage.max(initial=-np.inf))
     if n == 0:
         return np.zeros(0, np.int64)
-    mean_logp, mean_advantage = total / n
+    mean_logp, mean_advantage = (math.fsum(column) / n for column in zip(*sums, strict=True))
+    mean_advantage = min(max(mean_advantage, least), most)  # equal advantages: no covariance, not its rounding
     k = max(int(options.get(SELECTIONS[name].options[0], 2e-4) * n), 1)
     kept_rank, kept_slot = np.zeros(0), np.zeros(0, np.int64)
     for tokens in _slices(batch):

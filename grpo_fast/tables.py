@@ -292,7 +292,7 @@ class Selection:
 SELECTIONS: dict[str, Selection] = {
     "clip_cov": Selection(
         "no surrogate on max(clip_cov_ratio n, 1) tokens drawn from those with clip_cov_lb < cov < clip_cov_ub "
-        "that the clip lets through",
+        "whose ratio is within the clip range, or beyond it on the side that the clip lets through",
         ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "seed", "selected"),
         "arXiv:2505.22617 eq. 11; verl 0.9.1 loss_mode='clip_cov'",
     ),

@@ -404,7 +404,10 @@ static void FN(reduce_chunk)(const Plan *plan, const Batch *batch, int64_t i, co
         }
         out->pre += sum;
         if (weighs) {
-            FN(load)(x, batch->token_weight, mask, t, n, 1);
+            if (batch->token_weight.data)
+                FN(load)(x, batch->token_weight, mask, t, n, 1);
+            else
+                FN(fill)(x, 1, padded);
             for (int k = 0; k < n; k++) {
                 const double weight = x[k] * shared->surrogate_weight;
                 if (on[k] == 0) continue;

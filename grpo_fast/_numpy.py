@@ -18,38 +18,25 @@ import numpy.typing as npt
 
 from . import _contract as c
 from ._contract import Batch, Double, Int, Plan, PoolPlan, Real
+from ._numpy_mismatch import mismatch as mismatch
+from ._numpy_mismatch import mismatch_keep as mismatch_keep
+from ._numpy_mismatch import mismatch_weights as mismatch_weights
+from ._numpy_parts import Bool, _exp, _narrow
+from ._numpy_parts import _counted as _counted
+from ._numpy_parts import _exp_minus_1_minus as _exp_minus_1_minus
 from ._numpy_tokens import token_affine as token_affine
 from ._numpy_tokens import token_gae as token_gae
 from ._numpy_tokens import token_moments as token_moments
 
-Bool: TypeAlias = npt.NDArray[np.bool_]
 Params: TypeAlias = tuple[float, ...]
 Slopes: TypeAlias = tuple[Double, Double, Double]  # value, d/dlam, d/dlogp
 
-# ---- exp ---------------------------------------------------------------------------------------------
-
-#: 2 / (k + 2)!, so that exp(d) - 1 - d = d^2/2 sum_k _TAIL[k] d^k; 18 terms reach 1e-18 at |d| = 1.
-_TAIL = [2.0 / math.factorial(k + 2) for k in range(18)]
-
-
-def _exp(x: Double, bound: float) -> Double:
-    """exp, saturated: beyond +-bound it is exp(+-bound)."""
-    return np.exp(np.clip(x, -bound, bound))
-
-
-def _exp_minus_1_minus(d: Double, bound: float) -> Double:
-    """exp(d) - 1 - d to a few ULP, for tiny d too; exp saturates, the linear term does not."""
-    small = np.where(np.abs(d) < 1, d, 0.0)
-    series = small * small / 2 * np.polynomial.polynomial.polyval(small, _TAIL)
-    return np.where(np.abs(d) < 1, series, np.expm1(np.clip(d, -bound, bound)) - d)
+# ---- surrogates --------------------------------------------------------------------------------------
 
 
 def _probability(logp: Double) -> Double:
     """exp of a log-probability; what lies above 0 counts as 1."""
     return np.exp(np.minimum(logp, 0.0))
-
-
-# ---- surrogates --------------------------------------------------------------------------------------
 
 
 def _clip(lam: Double, r: Double, logp: Double, old_logp: Double, A: Double, params: Params) -> Slopes:
@@ -193,10 +180,6 @@ def policy_loss(plan: Plan, batch: Batch, grad: Real | None, stats: Double, n_th
                 grad[start:stop] = _narrow(gradient, grad.dtype)
 
 
-def _counted(mask: npt.NDArray[np.uint8] | None, start: int, stop: int) -> Bool:
-    return np.ones(stop - start, np.bool_) if mask is None else mask[start:stop] != 0
-
-
 def _gather(batch: Batch, i: int, counted: Bool) -> _Tokens:
     """Select the counted tokens of completion i, widened to float64."""
 
@@ -308,12 +291,6 @@ def _statistics(plan: Plan, t: _Tokens, lam: Double, surrogate: Double, kl: Doub
 
 def _row(columns: dict[str, float]) -> Double:
     return np.array([columns.get(name, 0.0) for name in c.STATS], np.float64)
-
-
-def _narrow(values: Double, dtype: np.dtype[np.floating]) -> Real:
-    """As ``dtype``, saturated at its largest finite number."""
-    largest = float(np.finfo(dtype).max)
-    return np.clip(values, -largest, largest).astype(dtype)
 
 
 # ---- counting and summing ----------------------------------------------------------------------------

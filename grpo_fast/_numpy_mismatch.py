@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from . import _contract as c
 from ._contract import Double, Int, Real
-from ._numpy import Bool, _counted, _exp, _exp_minus_1_minus, _narrow
+from ._numpy_parts import Bool, _counted, _exp, _exp_minus_1_minus, _narrow
 
 Mask = npt.NDArray[np.uint8]
 _BOUND = c.EXP_BOUND[np.dtype(np.float64)]

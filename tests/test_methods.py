@@ -226,6 +226,16 @@ def test_what_a_framework_computes(name: str, loss_type: str | None, method: str
     assert plan(loss_type, needs(method), name) == plan(method, {**needs(method), **options})
 
 
+def test_a_convention_says_nothing_of_other_estimators() -> None:
+    """verl clamps k3 (low_var_kl), and no other."""
+    for estimator in ("k1", "k2", "abs", "k2+"):
+        found = plan("grpo", {"kl_estimator": estimator}, "verl").plan
+        assert (found.kl_clamp_in, found.kl_clamp_out) == (np.inf, np.inf)
+    for estimator in ("k3", "k3+", None):
+        found = plan("grpo", {"kl_estimator": estimator}, "verl").plan
+        assert (found.kl_clamp_in, found.kl_clamp_out) == (20.0, 10.0)
+
+
 @every_row
 def test_only_the_conventions_own_aggregation_is_for_its_own_method(name: str, method: str) -> None:
     """A loss type that is given keeps its aggregation; none given, the convention's is taken."""

@@ -245,6 +245,20 @@ def test_equal_advantages_make_no_choice_of_rounding(advantage: float) -> None:
         np.testing.assert_array_equal(choice(batch, options), np.flatnonzero(batch.counted)[:k])
 
 
+def test_of_equal_covariances_the_first_are_taken() -> None:
+    # advantages 1 and -1, log-probs -1 and -3 (means 0 and -2): a covariance of 1 on every token, without rounding
+    logp = [-1.0, -1.0, -1.0, -1.0, -3.0, -3.0, -3.0, -3.0]
+    old = [-1.125, *logp[1:7], -3.125]  # the penalty shows where the ratio is not 1
+    for k in (1, 3, 7, 8):
+        result = gf.grpo_loss(logp, logp, None, [1.0, -1.0], [0, 4, 8], loss_type="kl_cov", kl_cov_ratio=k / 8,
+                              ppo_kl_coef=8.0)  # fmt: skip
+        assert result.metrics["selected_mean"] == k / 8
+        result = gf.grpo_loss(logp, old, None, [1.0, -1.0], [0, 4, 8], loss_type="kl_cov", kl_cov_ratio=k / 8,
+                              ppo_kl_coef=8.0)  # fmt: skip
+        penalty = result.grad + np.exp(np.subtract(logp, old)) * np.repeat([1.0, -1.0], 4) / 8
+        np.testing.assert_allclose(penalty, [1.0, 0, 0, 0, 0, 0, 0, float(k == 8)], atol=1e-15)
+
+
 def test_rows_in_another_order_give_kl_cov_the_same_tokens() -> None:
     for seed in range(10):
         batch = a_batch(seed)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batches import BACKENDS, BORDERS, Batch, arguments, away_from_kinks, cast, random_batch
-from options import KL_CLAMPS, kinks, variants
+from options import KL_CLAMPS, SELECTED, kinks, of_method
 
 import grpo_fast as gf
 from grpo_fast import tables
@@ -27,7 +27,8 @@ def settings(method: str, level: str) -> list[dict[str, Any]]:
     base: dict[str, Any] = {"loss_type": method, "importance_sampling_level": level, "beta": 0.3}
     if tables.METHODS[method].aggregation == "seq-mean-token-sum-norm":
         base["max_completion_length"] = 100.0
-    rows = [{**base, **setting} for setting in variants(tables.METHODS[method].surrogate)]
+    rows = [{**base, **setting} for setting in of_method(method, level, SELECTED)]
+    base = rows[0]
     rows += [
         {**base, "kl_estimator": name + plus, **KL_CLAMPS[1]} for name in tables.KL_ESTIMATORS for plus in ("", "+")
     ]

@@ -26,10 +26,12 @@ from batches import (
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from options import kinks, options, whole_batch
+from options import EXCEPTIONS, fit, kinks, options, whole_batch
 from reference import padded_numpy_loss_and_grad
 
 import grpo_fast as gf
+from grpo_fast import tables
+from grpo_fast.conventions import CONVENTIONS
 
 EXAMPLES = int(os.environ.get("GRPO_FAST_EXAMPLES", "40"))
 quick = settings(
@@ -82,7 +84,7 @@ def test_position_in_the_buffer(batch: Batch, chosen: dict[str, Any], lead: int,
 
 
 @quick
-@given(batch=batches(), chosen=options(), data=st.data())
+@given(batch=batches(), chosen=options(holds="order"), data=st.data())
 def test_order_of_completions(batch: Batch, chosen: dict[str, Any], data: Any, backend: str) -> None:
     order = data.draw(st.permutations(range(batch.rows)))
     here, shuffled = run(batch, chosen, backend), take(batch, order)
@@ -97,7 +99,7 @@ def test_order_of_completions(batch: Batch, chosen: dict[str, Any], data: Any, b
 
 
 @quick
-@given(batch=batches(), chosen=options(), data=st.data())
+@given(batch=batches(), chosen=options(holds="parts add up"), data=st.data())
 def test_parts_add_up(batch: Batch, chosen: dict[str, Any], data: Any, backend: str) -> None:
     for name in ("num_items_in_batch", "num_sequences", "num_groups"):
         chosen.pop(name, None)
@@ -105,7 +107,8 @@ def test_parts_add_up(batch: Batch, chosen: dict[str, Any], data: Any, backend: 
     assume(shares is not None and batch.rows > 0)
     chosen = {**chosen, **shares}
     whole = run(batch, chosen, backend)
-    keys = batch.group_ids if chosen.get("loss_agg_mode") == "prompt-mean" else np.arange(batch.rows)
+    modes = (chosen.get("loss_agg_mode"), chosen.get("kl_agg_mode"))
+    keys = batch.group_ids if "prompt-mean" in modes else np.arange(batch.rows)
     names = sorted(set(keys.tolist()))
     part_of = dict(
         zip(names, data.draw(st.lists(st.integers(0, 2), min_size=len(names), max_size=len(names))), strict=True)
@@ -124,7 +127,7 @@ def test_parts_add_up(batch: Batch, chosen: dict[str, Any], data: Any, backend: 
 
 
 @quick
-@given(batch=batches(), chosen=options(), row=st.integers(0, 5), seed=seeds)
+@given(batch=batches(), chosen=options(holds="neighbours"), row=st.integers(0, 5), seed=seeds)
 def test_neighbours(batch: Batch, chosen: dict[str, Any], row: int, seed: int, backend: str) -> None:
     assume(row < batch.rows)
     here, there = run(batch, chosen, backend), run(with_row(batch, row, seed), chosen, backend)
@@ -154,7 +157,7 @@ def test_masked_is_deleted(batch: Batch, chosen: dict[str, Any], backend: str) -
 
 
 @quick
-@given(batch=batches(), chosen=options(), power=st.sampled_from([-3, -1, 1, 5]))
+@given(batch=batches(), chosen=options(holds="weights scale"), power=st.sampled_from([-3, -1, 1, 5]))
 def test_weights_scale_the_surrogate_only(batch: Batch, chosen: dict[str, Any], power: int, backend: str) -> None:
     chosen = {**chosen, "weight": "token"}
     factor = 2.0**power
@@ -294,8 +297,9 @@ def test_no_tokens(chosen: dict[str, Any], rows: int, lead: int, backend: str) -
 @quick
 @given(batch=batches(poison=True), chosen=options(), dtype=st.sampled_from([np.float32, np.float64]))
 def test_caller_owns_the_gradient(batch: Batch, chosen: dict[str, Any], dtype: Any, backend: str) -> None:
-    chosen = {name: value for name, value in chosen.items() if not name.startswith(("kl", "beta"))}
-    chosen.update(use_mask=True, ref=False)  # without KL no terms cancel, so one rounding is all that may differ
+    # without KL no terms cancel, so one rounding is all that may differ
+    chosen = fit({**chosen, "use_mask": True, "ref": False})
+    chosen = {name: value for name, value in chosen.items() if name == "kl_cov_ratio" or name[:2] not in ("kl", "be")}
     plain = run(batch, chosen, backend)
     out = np.full(len(batch.logp), np.nan, dtype)
     result = run(batch, chosen, backend, grad_out=out)
@@ -383,6 +387,132 @@ def test_steps_are_their_tokens(batch: Batch, chosen: dict[str, Any], backend: s
     else:  # token advantages of float64 are used as such
         scale = float(np.abs(a.per_completion).sum()) + 1.0
         assert abs(a.loss - b.loss) <= 1e-6 * scale * (1 + a.metrics["ratio/max"])
+
+
+@pytest.mark.parametrize("method", ["clip_cov", "kl_cov"])
+def test_exceptions_are_exceptions(method: str) -> None:
+    """What the table says does not hold is seen not to hold; else it could not stand there."""
+    batch = random_batch(81, [40, 30, 20, 50], holes=0.0)
+    chosen = {"loss_type": method, "ref": False, f"{method}_ratio": 0.2}
+    if method == "clip_cov":
+        chosen |= {"clip_cov_lb": -0.5, "clip_cov_ub": 0.5}
+    assert {name for name, row in EXCEPTIONS.items() if method in row} == {"parts add up", "neighbours", "order"}
+    whole = run(batch, chosen, "numpy")
+    shares = {"num_items_in_batch": 140.0}
+    parts = [run(take(batch, rows), {**chosen, **shares}, "numpy") for rows in ([0, 1], [2, 3])]
+    assert sum(part.loss for part in parts) != pytest.approx(whole.loss, rel=1e-9)
+    other = run(with_row(batch, 0, 3), chosen, "numpy")
+    assert (bits(other.grad[40:]) != bits(whole.grad[40:])).any()
+    back = run(take(batch, [3, 2, 1, 0]), chosen, "numpy")
+    if method == "clip_cov":
+        assert back.loss != pytest.approx(whole.loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("power", [-2, 3])
+def test_weights_of_gmpo_scale_by_their_geometric_mean(power: int, backend: str) -> None:
+    batch = random_batch(82, [4, 0, 9, 1, 30])
+    chosen = {"loss_type": "gmpo", "weight": "token", "ref": False}
+    batch = replace(batch, token_weight=batch.token_weight + 0.1)
+    here = run(batch, chosen, backend)
+    there = run(replace(batch, token_weight=batch.token_weight * 2.0**power), chosen, backend)
+    assert there.loss == pytest.approx(here.loss * 2.0**power, rel=1e-8)
+    np.testing.assert_allclose(there.grad, here.grad * 2.0**power, rtol=1e-8)
+
+
+def test_weights_of_vespo_are_log_ratios(backend: str) -> None:
+    # between the sampling engine and the old policy: log w + log (pi / pi_old) = log (pi / pi_sampling)
+    batch = random_batch(83, [4, 0, 9, 1, 30], spread=0.1)
+    weight = np.exp(np.random.default_rng(83).normal(0, 0.1, len(batch.logp)))
+    batch = replace(batch, token_weight=weight)
+    shifted = replace(batch, old_logp=batch.old_logp - np.log(weight))
+    a = run(batch, {"loss_type": "vespo", "weight": "token"}, backend)
+    b = run(shifted, {"loss_type": "vespo"}, backend)
+    assert a.loss == pytest.approx(b.loss, rel=1e-12)
+    np.testing.assert_allclose(a.grad, b.grad, rtol=1e-11, atol=1e-16)
+
+
+#: Losses that are the same, as (options, options, what becomes of the batch).
+ONES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("luspo is gspo's surrogate, summed", {"loss_type": "luspo"},
+     {"loss_type": "gspo", "loss_agg_mode": "seq-mean-token-sum"}),
+    ("gmpo with no clip in reach", {"loss_type": "gmpo", "epsilon": 1e3},
+     {"loss_type": "importance_sampling", "importance_sampling_level": "sequence",
+      "loss_agg_mode": "seq-mean-token-mean"}),
+    ("dppo with no bound in reach is cispo without one", {"loss_type": "dppo_tv", "epsilon": 2.0},
+     {"loss_type": "cispo", "cispo_bound": "cap", "epsilon_high": 1e6}),
+    ("so is the other", {"loss_type": "dppo_kl", "epsilon": 1e3},
+     {"loss_type": "cispo", "cispo_bound": "cap", "epsilon_high": 1e6}),
+    ("dppo's delta is cispo's cap", {"loss_type": "dppo_tv", "epsilon": 2.0, "delta": 1.1},
+     {"loss_type": "cispo", "cispo_bound": "cap", "epsilon_high": 1.1}),
+    ("clip_cov without a token", {"loss_type": "clip_cov", "clip_cov_lb": 90.0, "clip_cov_ub": 91.0},
+     {"loss_type": "dapo"}),
+    ("kl_cov without a coefficient", {"loss_type": "kl_cov", "ppo_kl_coef": 0.0},
+     {"loss_type": "importance_sampling", "loss_agg_mode": "token-mean"}),
+    ("on-policy vespo is gpg", {"loss_type": "vespo", "old": False}, {"loss_type": "gpg", "old": False}),
+    ("on-policy dro is gpg", {"loss_type": "dro", "dro_beta": 2.0, "old": False}, {"loss_type": "gpg", "old": False}),
+    ("on-policy dppo is gpg", {"loss_type": "dppo_kl", "old": False}, {"loss_type": "gpg", "old": False}),
+    ("a KL aggregated as the rest is", {"loss_type": "dapo", "kl_agg_mode": "token-mean"}, {"loss_type": "dapo"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), [row[1:] for row in ONES], ids=[row[0] for row in ONES])
+@pytest.mark.parametrize("weight", ["none", "token"])
+def test_one_loss_by_two_names(one: dict[str, Any], other: dict[str, Any], weight: str, backend: str) -> None:
+    if weight == "token" and one["loss_type"] in EXCEPTIONS["weights scale"]:
+        pytest.skip("its weights are another matter")
+    batch = random_batch(84, [5, 0, 30, 1, 2, 17], poison=True)
+    a, b = (run(batch, {**options, "weight": weight}, backend) for options in (one, other))
+    assert a.loss == pytest.approx(b.loss, rel=1e-12)
+    np.testing.assert_allclose(a.grad, b.grad, rtol=1e-12, atol=1e-16)
+    np.testing.assert_allclose(a.per_completion, b.per_completion, rtol=1e-12, atol=1e-16)
+
+
+def test_rloo_of_single_tokens_is_grpo(backend: str) -> None:
+    batch = random_batch(85, [1] * 30, holes=0.1)
+    same(run(batch, {"loss_type": "rloo"}, backend), run(batch, {"loss_type": "gspo"}, backend))
+
+
+def test_the_kl_aggregated_on_its_own_is_a_sum_of_two(backend: str) -> None:
+    batch = random_batch(86, [5, 0, 30, 1, 2, 17], blank=0.2)
+    for mode in tables.AGGREGATIONS:
+        length = {"max_completion_length": 40.0} if mode == "seq-mean-token-sum-norm" else {}
+        for factor in ("none", "ratio"):
+            kl = {"kl_ratio_factor": factor, "beta": 0.3}
+            both = run(batch, {"loss_type": "dapo", "kl_agg_mode": mode, **length, **kl}, backend)
+            policy = run(batch, {"loss_type": "dapo", "ref": False}, backend)
+            zero = replace(batch, advantages=np.zeros(batch.rows))
+            only = run(zero, {"loss_type": "dapo", "loss_agg_mode": mode, **length, **kl}, backend)
+            assert both.loss == pytest.approx(policy.loss + only.loss, rel=1e-12)
+            np.testing.assert_allclose(both.grad, policy.grad + only.grad, rtol=1e-11, atol=1e-16)
+            assert both.metrics["policy_loss"] == pytest.approx(policy.loss, rel=1e-12)
+
+
+ROWS = [(name, method) for name, row in CONVENTIONS.items() for method in row.methods]
+
+
+@pytest.mark.parametrize(("name", "method"), ROWS, ids=["-".join(pair) for pair in ROWS])
+def test_a_convention_is_one_on_any_layout(name: str, method: str) -> None:
+    """Ragged or padded, wherever in the buffer, masked or deleted: the same numbers."""
+    batch = random_batch(87, [5, 30, 1, 2, 17], lead=3, poison=True)
+    chosen: dict[str, Any] = {"loss_type": method, "convention": name, "max_completion_length": None}
+    chosen |= {"dro_beta": 0.4} if method == "dro" else {}
+    if tables.METHODS[method].aggregation == "seq-mean-token-sum-norm":
+        chosen["max_completion_length"] = 50.0
+    here = run(batch, chosen, "numpy")
+    same(here, run(moved(batch, 9), chosen, "numpy"), grad=False)
+    short, kept = deleted(batch)
+    there = run(short, {**chosen, "use_mask": False}, "numpy")
+    assert there.loss == pytest.approx(here.loss, rel=1e-12, abs=1e-15)
+    np.testing.assert_allclose(there.grad, here.grad[kept], rtol=1e-11, atol=1e-15)
+    wide = pad(batch, 33, fill=np.nan, left=True)
+    _, keywords = arguments(batch, chosen)
+    keywords["mask"] = wide["mask"]
+    padded = gf.padded.grpo_loss(
+        wide["logp"], wide["old_logp"], wide["ref_logp"], batch.advantages, **keywords, backend="numpy"
+    )
+    assert padded.loss == pytest.approx(here.loss, rel=1e-12, abs=1e-15)
+    inside = wide["slots"] >= 0
+    np.testing.assert_allclose(padded.grad[inside], here.grad[wide["slots"][inside]], rtol=1e-11, atol=1e-15)
 
 
 def test_what_people_run_today_gives_the_same(backend: str) -> None:

@@ -37,7 +37,6 @@ class Row:
     tolerance: float = FLOAT64
     float32: bool = True
     differs: bool = False  # a known difference: shown in the table, and expected to be there
-    needs: str = ""  # a loss type of the library, where the row waits for it
 
     def batches(self, seeds: range) -> list[Ragged]:
         return [_batch(seed, tuple(sorted(self.batch.items()))) for seed in seeds]
@@ -209,7 +208,7 @@ def _trl_losses() -> list[Row]:
                         {"loss_type": "dapo", "beta": 0.04, "importance_sampling_level": "token"},
                         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
                         {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.04},
-                        {"loss_type": "vespo", "beta": 0.04},
+                        *([{"loss_type": "vespo", "beta": 0.04}] if mode.startswith("token") else []),
                     ],
                 ),
             )
@@ -249,7 +248,6 @@ def _trl_losses() -> list[Row]:
             trl_loss,
             ({"trainer": "rloo"}, {"trainer": "rloo", "epsilon": 0.1, "epsilon_high": 0.3}),
             {"holes": 0.0, "blank": 0.0, "empty": 0.0},
-            needs="rloo",
         ),
         Row(
             "GMPO, rows without counted tokens",

@@ -13,8 +13,6 @@ import os
 import numpy as np
 import pytest
 
-from grpo_fast import tables
-
 from .compare import FLOAT32
 from .features import ROWS, Row
 
@@ -39,8 +37,6 @@ def test_same_numbers(row: Row, backend: str) -> None:
     reason = missing(row.framework)
     if reason is not None:
         pytest.skip(reason)
-    if row.needs and row.needs not in tables.METHODS:
-        pytest.skip(f"the library has no loss_type={row.needs!r} yet")
     worst = 0.0
     for seed, batch in zip(SEEDS, row.batches(SEEDS), strict=True):
         for options in row.grid:

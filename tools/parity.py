@@ -28,7 +28,8 @@ in the run that wrote this page, on random ragged batches: shuffled string ids, 
 equal rewards, holes in masks, completions without tokens and without counted tokens, KL, weights, caps and clamps on.
 Masked slots hold NaN for this library, and other finite numbers for the framework, which multiplies its masks in.
 
-{versions} under `torch.set_default_dtype(torch.float64)`; {seeds} batches for every set of options; backend `{backend}`.
+{versions} under `torch.set_default_dtype(torch.float64)`; {seeds} batches for every set of options; backend
+`{backend}`.
 
 How it is measured:
 
@@ -68,8 +69,9 @@ def line(row: Any, wide: Any, narrow: Any, whys: list[str]) -> str:
         mark += f", {'differs' if row.differs else 'note'} {len(whys)}"
     cells = [
         row.name, f"`{row.function}`", f"`{row.call}`", mark, show(wide.value_abs), show(wide.value_rel),
-        show(wide.grad_abs) if wide.has_grad else "", show(wide.grad_rel) if wide.has_grad else "",
-        "" if narrow is None else show(narrow.value_rel), "" if narrow is None or not narrow.has_grad else show(narrow.grad_rel),
+        *((show(wide.grad_abs), show(wide.grad_rel)) if wide.has_grad else ("", "")),
+        "" if narrow is None else show(narrow.value_rel),
+        "" if narrow is None or not narrow.has_grad else show(narrow.grad_rel),
     ]  # fmt: skip
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -86,17 +88,15 @@ def main() -> int:
 
     versions = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("trl", "verl"))
     lines = [
-        HEAD.format(
-            versions=versions, seeds=options.seeds, backend=options.backend, float64=FLOAT64, float32=FLOAT32
-        )  # fmt: skip
+        HEAD.format(versions=versions, seeds=options.seeds, backend=options.backend, float64=FLOAT64, float32=FLOAT32)
     ]
     whys: list[str] = []
     bad = []
     for framework, title in (("trl", "TRL"), ("verl", "verl")):
         lines += [
             f"\n## {title}\n",
-            "| feature | its function | this library | checked | value, absolute | value, relative | gradient, absolute "
-            "| gradient, relative | float32 value | float32 gradient |",
+            "| feature | its function | this library | checked | value, absolute | value, relative "
+            "| gradient, absolute | gradient, relative | float32 value | float32 gradient |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for row in (row for row in ROWS if row.framework == framework):

@@ -12,4 +12,4 @@ pip install -q 'trl==1.16.0'
 pip install -q --no-deps 'verl==0.9.1'
 pip install -q 'ray[data]' tensordict omegaconf hydra-core codetiming orjson peft pybind11 pylatexenc \
   pillow torchdata cachetools aiohttp fastapi uvicorn
-GRPO_FAST_NATIVE=1 pip install -q "$root[numba]" 'pytest>=8'
+GRPO_FAST_NATIVE=1 pip install -q "$root[test]"

@@ -161,6 +161,9 @@ def _our_trl_options(batch: Ragged, options: Options, dtype: Any, backend: str) 
             ours["token_weight"] = weight
     else:
         ours.update(token_weight=per_row, weight_level="completion")
+    steps = o.pop("steps_per_generation", 1)  # an accumulation window is a part of the generation batch
+    if steps != 1:
+        o["num_processes"] = o["num_processes"] * steps
     return ours | o
 
 
@@ -170,7 +173,7 @@ def _trl_losses() -> list[Row]:
         "grpo": clip,
         "bnpo": clip[:1],
         "dr_grpo": clip[:1],
-        "dapo": [*clip, {"num_items_in_batch": 1000.0, "num_processes": 2}],
+        "dapo": [*clip, {"num_items_in_batch": 1000.0, "num_processes": 2, "steps_per_generation": 4}],
         "cispo": [{"epsilon_high": 5.0}, {"epsilon_high": 1.25, "num_items_in_batch": 1000.0}],
         "sapo": [{"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5}],
         "luspo": clip,
@@ -1003,6 +1006,123 @@ def _our_controller(updates: list[tuple[float, int]]) -> np.ndarray:
     return np.array([control.update(current, n) for current, n in updates])
 
 
+# --- metrics, and what the rest is made of ---
+
+
+def _metrics(theirs: dict[str, float], ours: dict[str, float], names: dict[str, str]) -> Difference:
+    difference = Difference()
+    for name, own in names.items():
+        difference |= of_values(np.array([ours[own]]), np.array([theirs[name]]))
+    return difference
+
+
+def trl_metrics(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) -> Difference:
+    o = {k: v for k, v in options.items() if k != "names"}
+    theirs = cached(("trl", row.name, str(o)), batch, lambda: trl().loss(batch, **o))
+    keywords = _our_trl_options(batch, o, dtype, backend)
+    ours, _ = our_loss(batch, dtype, backend, o.get("beta", 0.0), **keywords)
+    return _metrics(theirs.metrics, ours.metrics, {name: name for name in options["names"]})
+
+
+def verl_metrics(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) -> Difference:
+    o = {k: v for k, v in options.items() if k != "names"}
+    theirs = cached(("verl", row.name, str(o)), batch, lambda: _verl_call(batch, o))
+    ours, _ = our_loss(batch, dtype, backend, o.get("beta") or 0.0, **_our_verl_options(batch, o, dtype, backend))
+    return _metrics(theirs.metrics, ours.metrics, options["names"])
+
+
+def verl_preset(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) -> Difference:
+    """A named configuration with its own defaults, as a preset of the library."""
+    name = options["preset"]
+    theirs = cached(("verl", row.name, name), batch, lambda: verl().preset(batch, name))
+    weight, mask, _ = gf.importance_weights(
+        batch.poisoned("old_logp", dtype), batch.poisoned("sampling_logp", dtype), batch.token_offsets,
+        mask=batch.mask, preset=name, backend=backend,
+    )  # fmt: skip
+    difference = of_values(mask.astype(float), theirs.extra["mask"].astype(float), batch.mask)
+    assert (weight is None) == (theirs.value is None), name
+    if weight is not None:
+        per_token = weight if len(weight) == len(batch.mask) else weight[batch.owner]
+        difference |= of_values(np.where(batch.mask, per_token, 0.0), theirs.value, batch.mask)
+    return difference
+
+
+def our_whitening(batch: Ragged, options: Options, dtype: Any, backend: str) -> Any:
+    """REINFORCE++ with nothing carried from one token to the other."""
+    return gf.group_advantages(
+        estimator="reinforce_plus_plus", gamma=0.0, token_rewards=batch.poisoned("token_advantages", dtype),
+        token_offsets=batch.token_offsets, mask=batch.mask, convention="verl", backend=backend,
+    )  # fmt: skip
+
+
+def _parts() -> list[Row]:
+    clip = [
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/region_mean",
+        "clip_ratio/low_min",
+        "clip_ratio/high_max",
+    ]
+    verl_names = {"actor/ppo_kl": "ppo_kl", "actor/pg_loss": "policy_loss"}
+    presets = (
+        "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs", "decoupled_geo_rs",
+        "decoupled_geo_rs_seq_tis", "decoupled_geo_rs_token_tis", "decoupled_k3_rs", "decoupled_k3_rs_seq_tis",
+        "decoupled_k3_rs_token_tis", "bypass_ppo_clip", "bypass_ppo_clip_geo_rs", "bypass_ppo_clip_k3_rs",
+        "bypass_pg_is", "bypass_pg_token_icepop", "bypass_pg_geo_rs", "bypass_pg_geo_rs_seq_tis",
+        "bypass_pg_geo_rs_token_tis", "disabled",
+    )  # fmt: skip
+    return [
+        Row(
+            "metrics of the loss",
+            "trl",
+            "GRPOTrainer._compute_loss",
+            "LossResult.metrics",
+            trl_metrics,
+            (
+                {"loss_type": "grpo", "beta": 0.04, "names": ("kl", *clip)},
+                {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.04, "names": ("kl", *clip)},
+                {"loss_type": "dapo", "epsilon_high": 0.28, "names": tuple(clip)},
+                {"loss_type": "cispo", "epsilon_high": 1.2, "names": ("cispo_clip_ratio",)},
+                {"loss_type": "vespo", "names": ("vespo/phi_seq_mean",)},
+            ),
+            FILLED,
+        ),
+        Row(
+            "metrics of the loss",
+            "verl",
+            "ppo_loss",
+            "LossResult.metrics",
+            verl_metrics,
+            (
+                *({"loss_mode": m, "names": verl_names} for m in ("vanilla", "cispo", "dppo_tv", "dppo_kl")),
+                {"loss_mode": "dro", "policy": {"dro_beta": 0.5}, "names": verl_names},
+                {
+                    "loss_mode": "clip_cov",
+                    "policy": {"clip_cov_ratio": 1.0},
+                    "names": {"actor/pg_clipfrac": "pg_clipfrac", **verl_names},
+                },
+            ),
+            FILLED,
+        ),
+        Row(
+            "masked_whiten",
+            "verl",
+            "torch_functional.masked_whiten",
+            'group_advantages(estimator="reinforce_plus_plus", gamma=0, convention="verl")',
+            values(lambda b, o: verl().masked_whiten(b, b.seen("token_advantages")), our_whitening),
+        ),
+        Row(
+            "presets of the rollout correction",
+            "verl",
+            "RolloutCorrectionConfig, compute_rollout_correction_and_rejection_mask",
+            "importance_weights(preset=...)",
+            verl_preset,
+            tuple({"preset": name} for name in presets),
+            FILLED,
+        ),
+    ]
+
+
 # --- known differences -------------------------------------------------------------------------------------------
 
 
@@ -1099,5 +1219,6 @@ ROWS: tuple[Row, ...] = (
     *_verl_advantages(),
     *_verl_losses(),
     *_verl_others(),
+    *_parts(),
     *_known_differences(),
 )

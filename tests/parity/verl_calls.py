@@ -12,6 +12,7 @@ import verl
 from tensordict import NonTensorData, TensorDict
 from verl.protocol import DataProto
 from verl.trainer.config import AlgoConfig
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils import torch_functional
 from verl.workers.config import ActorConfig
@@ -202,6 +203,13 @@ def correction(batch: Ragged, **options: Any) -> Result:
     weights = None if proto is None else unpad(batch, proto.batch["rollout_is_weights"].numpy())
     metrics = {name.removeprefix("rollout_corr/"): value for name, value in metrics.items()}
     return Result(weights, None, metrics, {"mask": unpad(batch, mask.numpy()).astype(bool)})
+
+
+def preset(batch: Ragged, name: str) -> Result:
+    """:func:`correction` with a configuration of ``RolloutCorrectionConfig``, by the name of its factory."""
+    config = getattr(RolloutCorrectionConfig, name)()
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+    return correction(batch, **{name: getattr(config, name) for name in names})
 
 
 def adaptive_kl(init: float, target: float, horizon: int, steps: list[tuple[float, int]]) -> Result:

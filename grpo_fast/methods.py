@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -157,7 +158,11 @@ def _surrogate(loss_type: str, method: Method, given: _Given) -> dict[str, Any]:
         given.drop(("epsilon", "epsilon_high"))
     if given.fallback.get("cispo_bound") == "cap":
         given.drop(("epsilon",))
-    bounds = surrogate.bounds(**given.take(surrogate.options))
+    taken = given.take(surrogate.options)
+    for name, parameter in inspect.signature(surrogate.bounds).parameters.items():
+        if parameter.default is parameter.empty and name not in taken:
+            raise ValueError(f"{name}: loss_type={loss_type!r} has no default for it; pass one, such as {name}=0.1")
+    bounds = surrogate.bounds(**taken)
     every = dict.fromkeys(name for row in SURROGATES.values() for name in row.options)
     for name in [*every, "loss_params"]:
         if name in given.explicit:

@@ -92,9 +92,7 @@ def _divergence(epsilon: float = 0.2, epsilon_high: float | None = None, delta: 
     return Bounds((epsilon, epsilon if epsilon_high is None else epsilon_high, inf if delta is None else delta))
 
 
-def _dro(dro_beta: float | None = None) -> Bounds:
-    if dro_beta is None:
-        raise ValueError("dro_beta: loss_type='dro' has no default for it; pass the penalty's strength, such as 0.1")
+def _dro(dro_beta: float) -> Bounds:
     return Bounds((dro_beta,))
 
 

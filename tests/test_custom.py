@@ -10,6 +10,7 @@ import numpy as np
 import plans
 import pytest
 
+import grpo_fast as gf
 from grpo_fast import _backends, _numpy, custom
 from grpo_fast import _contract as c
 from grpo_fast.tables import SURROGATES
@@ -281,3 +282,26 @@ def test_kinks_are_counted_and_a_value_of_nothing_else_is_refused() -> None:
 def test_the_report_reads() -> None:
     text = str(custom.check_gradient(clip, (0.8, 1.2)))
     assert "slopes compared" in text and "largest error" in text
+
+
+# ---- through the public function ---------------------------------------------------------------------
+
+
+@needs_numba
+@DTYPES
+def test_as_a_loss_type(dtype: Any) -> None:
+    """The loss, the gradient and the metrics of the method it restates, KL and mask included."""
+    rng = np.random.default_rng(9)
+    offsets = np.array([0, 300, 300, 811])
+    logp = -rng.exponential(1.0, 811)
+    arrays = [values.astype(dtype) for values in (logp, logp - rng.normal(0, 0.3, 811), logp + rng.normal(0, 0.3, 811))]
+    options: dict[str, Any] = {"mask": rng.random(811) < 0.8, "beta": 0.1, "loss_agg_mode": "token-mean"}
+    advantages = rng.normal(0, 1, 3)
+    want = gf.grpo_loss(*arrays, advantages, offsets, loss_type="dapo", backend="numba", **options)
+    got = gf.grpo_loss(*arrays, advantages, offsets, loss_type=clip, loss_params=(0.8, 1.2), **options)
+    assert want.grad is not None and got.grad is not None
+    close(got.grad, want.grad, 1e-12 if dtype == np.float64 else 1e-6)
+    assert got.loss == pytest.approx(want.loss, rel=1e-12 if dtype == np.float64 else 1e-6)
+    shared = [name for name in want.metrics if not name.startswith("clip_ratio/")]  # no bounds, nothing to count
+    for name in shared:
+        assert got.metrics[name] == pytest.approx(want.metrics[name], rel=1e-6, abs=1e-12), name

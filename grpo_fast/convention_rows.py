@@ -166,7 +166,7 @@ ROWS: dict[str, dict[str, Any]] = {
             "empty_rows": "exclude",
         },
         "methods": {
-            "grpo": _TOKEN,
+            "grpo": {**_TOKEN, "kl_agg_mode": "token-mean"},
             "dapo": _TOKEN,
             "gspo": {**_SEQUENCE, "kl_agg_mode": "token-mean"},
         },
@@ -301,6 +301,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "methods": {"grpo": _TOKEN, "dapo": _TOKEN, "gspo": _SEQUENCE, "sapo": {**_TOKEN, **_SAPO}},
         "levels": {"token": {}, "sequence": {}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-5, "singleton": "zero"},
+        "estimators": {"rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "raw"}},
         "corrections": {"mode": "token_mask", "clip_max": 5.0, "sequence_ratio": "geometric"},
         "notes": (
             "its decoupled loss is a token_weight, importance_weights(old_logp, sampling_logp); denominators stay",
@@ -384,7 +385,7 @@ ROWS: dict[str, dict[str, Any]] = {
             "empty_rows": "count",
         },
         "methods": {
-            **{name: _TOKEN for name in ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")},
+            **{name: {"importance_sampling_level": "token"} for name in ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")},
             "gspo": _SEQUENCE,
             "cispo": {**_TOKEN, "cispo_bound": "cap", "epsilon_high": 0.2},
             "sapo": {**_TOKEN, **_SAPO},

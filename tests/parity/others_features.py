@@ -49,6 +49,19 @@ def loss(batch: Ragged, convention: str, **options: Any) -> Result:
     return Result(got.loss, got.grad, got.metrics)
 
 
+def corrected(batch: Ragged, convention: str, weights: dict[str, Any], **options: Any) -> Result:
+    """The loss with importance weights as token weights: the denominators stay."""
+    weight, keep, _ = gf.importance_weights(
+        batch.poisoned("old_logp"), batch.poisoned("sampling_logp"), batch.token_offsets, mask=batch.mask,
+        convention=convention, **weights,
+    )  # fmt: skip
+    assert weight is not None
+    if keep is not None and len(keep) == len(weight):
+        weight = np.where(keep, weight, 0.0)
+    level = "token" if len(weight) == len(batch.mask) else "completion"
+    return loss(batch, convention, token_weight=weight, weight_level=level, reference=False, **options)
+
+
 def advantages(batch: Ragged, convention: str, **options: Any) -> Result:
     rewards = batch.rewards[:, 0]
     return Result(gf.group_advantages(rewards, group_ids=batch.group_ids, convention=convention, **options))
@@ -142,7 +155,7 @@ OPENRLHF = [
     _openrlhf(
         "global sequences",
         {"token_level_loss": False, "global_batch_size": 32.0, "dp_size": 2},
-        {"loss_type": "grpo", "num_sequences": 32, "num_processes": 2},
+        {"loss_type": "grpo", "num_sequences": 32, "num_processes": 2, "reference": False},
         rtol=DENOMINATOR,
     ),
     *(
@@ -277,11 +290,11 @@ TUNIX = [
 
 TINKER = [
     Feature(
-        "tinker", "ppo", lambda b: call.skyrl_tinker(b, "ppo"), lambda b: loss(b, "tinker", reference=False),
+        "tinker", "ppo", lambda b: call.skyrl_tinker(b, "ppo"), lambda b: loss(b, "tinker", loss_type="grpo", loss_agg_mode="token-sum", reference=False),
     ),
     Feature(
         "tinker", "importance sampling", lambda b: call.skyrl_tinker(b, "importance_sampling"),
-        lambda b: loss(b, "tinker", loss_type="importance_sampling", reference=False),
+        lambda b: loss(b, "tinker", loss_type="importance_sampling", loss_agg_mode="token-sum", reference=False),
     ),
     Feature(
         "tinker", "cispo", lambda b: call.skyrl_tinker(b, "cispo", 0.0, 4.0),
@@ -292,4 +305,50 @@ TINKER = [
     ),
 ]  # fmt: skip
 
-FEATURES = [*LIGER, *OPENRLHF, *SKYRL, *AREAL, *TUNIX, *TINKER]
+CORRECTIONS = [
+    *(
+        Feature(
+            "openrlhf",
+            f"correction by token, {theirs}",
+            lambda b, theirs=theirs: call.openrlhf(
+                b,
+                sampling=True,
+                is_correction_level="token",
+                is_correction_mode=theirs,
+                is_correction_threshold=(0.5, 5.0),
+            ),
+            lambda b, ours=ours: corrected(b, "openrlhf", {"mode": ours, "clip_min": 0.5, "clip_max": 5.0}),
+        )
+        for theirs, ours in (("clip", "token_truncate"), ("mask", "token_mask"))
+    ),
+    *(
+        Feature(
+            "skyrl",
+            f"tis by {theirs}",
+            lambda b, theirs=theirs: call.skyrl(b, sampling=True, off_policy_correction__tis_ratio_type=theirs),
+            lambda b, ours=ours: corrected(b, "skyrl", ours),
+        )
+        for theirs, ours in (
+            ("token", {"mode": "token_truncate", "clip_max": 2.0}),
+            ("sequence", {"mode": "sequence_truncate", "clip_max": 5.0, "sequence_ratio": "product"}),
+        )
+    ),
+    *(
+        Feature(
+            "areal",
+            f"rejection by {level}, {action}",
+            lambda b, level=level, action=action: call.areal(
+                b, rejection={"level": level, "action": action, "upper": 2.0}
+            ),
+            lambda b, ours=ours: corrected(b, "areal", {"clip_max": 2.0, **ours}),
+        )
+        for level, action, ours in (
+            ("token", "mask", {"mode": "token_mask"}),
+            ("token", "clamp", {"mode": "token_truncate"}),
+            ("sequence", "mask", {"mode": "sequence_mask", "sequence_ratio": "geometric"}),
+            ("sequence", "clamp", {"mode": "sequence_truncate", "sequence_ratio": "geometric"}),
+        )
+    ),
+]
+
+FEATURES = [*CORRECTIONS, *LIGER, *OPENRLHF, *SKYRL, *AREAL, *TUNIX, *TINKER]

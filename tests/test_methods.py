@@ -267,12 +267,12 @@ def test_names_and_versions(name: str) -> None:
 
 
 def test_a_name_nobody_knows() -> None:
-    with pytest.raises(ValueError, match="^convention: 'tlr' is not known; ") as caught:
+    with pytest.raises(ValueError, match=r"^convention: 'tlr' is not known; ") as caught:
         plan("grpo", {}, "tlr")
     for name in CONVENTIONS:
         assert repr(name) in str(caught.value)
     for bad in (3, b"trl", ["trl"], True):
-        with pytest.raises(TypeError, match="^convention: "):
+        with pytest.raises(TypeError, match=r"^convention: "):
             gf.grpo_loss([-1.0], None, None, [1.0], [0, 1], convention=bad)
 
 
@@ -295,7 +295,7 @@ def test_a_level_it_lacks_names_those_it_has(name: str, method: str) -> None:
         if level in levels or (not levels and level in tables.METHODS[method].levels):
             plan(method, given, name)
             continue
-        with pytest.raises(ValueError, match="^importance_sampling_level: ") as caught:
+        with pytest.raises(ValueError, match=r"^importance_sampling_level: ") as caught:
             plan(method, given, name)
         for one in levels or tables.METHODS[method].levels:
             assert repr(one) in str(caught.value)
@@ -314,15 +314,15 @@ def test_rows_name_what_exists(name: str, method: str) -> None:
 
 
 def test_rivals() -> None:
-    with pytest.raises(ValueError, match="^delta: .*dual_clip"):
+    with pytest.raises(ValueError, match=r"^delta: .*dual_clip"):
         plan("grpo", {"delta": 2.0, "dual_clip": 3.0})
     for name in ("trl", "verl"):  # of the caller's own, under a convention too
-        with pytest.raises(ValueError, match="^delta: .*dual_clip"):
+        with pytest.raises(ValueError, match=r"^delta: .*dual_clip"):
             plan("grpo", {"delta": 2.0, "dual_clip": 3.0}, name)
     assert plan("grpo", {"delta": 2.0}, "verl") == explicitly(
         "grpo", {**VERL_KL, "log_ratio_clamp": 20.0, "delta": 2.0, "empty_rows": "exclude"}
     )
-    with pytest.raises(ValueError, match="^loss_scale_factor: .*max_completion_length"):
+    with pytest.raises(ValueError, match=r"^loss_scale_factor: .*max_completion_length"):
         plan("dr_grpo", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 3.0,
                          "max_completion_length": 4.0})  # fmt: skip
 

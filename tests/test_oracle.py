@@ -20,6 +20,9 @@ from grpo_fast import _contract as c
 from grpo_fast import _numpy, tables
 
 CLIP, CISPO, SAPO, GPG = (tables.SURROGATES[name].id for name in ("clip", "cispo", "sapo", "gpg"))
+RATIO, VESPO, DPPO_TV, DPPO_KL, DRO = (
+    tables.SURROGATES[name].id for name in ("ratio", "vespo", "dppo_tv", "dppo_kl", "dro")
+)
 K1, K2, K3, KABS = (tables.KL_ESTIMATORS[name].id for name in ("k1", "k2", "k3", "abs"))
 TOKEN, SEQUENCE, SEQUENCE_TOKEN = c.LEVEL_TOKEN, c.LEVEL_SEQUENCE, c.LEVEL_SEQUENCE_TOKEN
 LEVELS = tables.LEVELS.values()
@@ -43,7 +46,10 @@ def batch_of(logp: Any, *, start: Any = None, stop: Any = None, **given: Any) ->
     mask = None if given.get("mask") is None else np.array(given["mask"], np.uint8)
     weights = f64(given.get("weights", np.ones(len(start))))
     start, stop = np.array(start, np.int64), np.array(stop, np.int64)
-    return c.Batch(start=start, stop=stop, logp=logp, mask=mask, weights=weights, **floats, **ints)
+    kl_weights = f64(given.get("kl_weights"))
+    return c.Batch(
+        start=start, stop=stop, logp=logp, mask=mask, weights=weights, kl_weights=kl_weights, **floats, **ints
+    )
 
 
 def run(plan: c.Plan, batch: c.Batch, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
@@ -153,6 +159,83 @@ def test_gpg():
     stats, grad = one({"surrogate": GPG}, [0.3, -0.2], logp=[-1.0, -2.0], token_advantages=[2.0, -0.5])
     assert stats["surrogate"] == close(2.0 - 1.0)
     assert grad == [-2.0, 0.5]
+
+
+def test_ratio():
+    """-A r + coefficient |lam|; log_clip is the same without a coefficient."""
+    for x, value, slope in ((LOG2, -4 + 0.5 * LOG2, -4 + 0.5), (-LOG2, -1 + 0.5 * LOG2, -1 - 0.5), (0.0, -2.0, -2.0)):
+        stats, grad = one({"surrogate": RATIO, "p0": 0.5}, [x], advantages=[2.0])
+        assert (stats["surrogate"], grad) == (close(value), close([slope]))
+    assert tables.SURROGATES["log_clip"].id == RATIO
+
+
+@pytest.mark.parametrize(
+    ("r", "A", "phi"),
+    [
+        (1.0, 2.0, 1.0),
+        (1.0, -2.0, 1.0),
+        (2.0, 2.0, 4 * math.exp(-3)),  # e^3 2^2 e^-6
+        (2.0, -2.0, 8 * math.exp(-2)),  # e^2 2^3 e^-4
+        (0.5, 2.0, 0.25 * math.exp(1.5)),
+        (0.5, 0.0, 0.25 * math.exp(1.5)),
+        (1e30, 2.0, 0.0),
+    ],
+)
+def test_vespo(r, A, phi):
+    plan = {"surrogate": VESPO, "p0": 2.0, "p1": 3.0, "p2": 3.0, "p3": 2.0}
+    stats, grad = one(plan, [math.log(r)], advantages=[A])
+    assert stats["surrogate"] == close(phi * A)  # -phi A logp, logp = -1
+    assert grad == close([-phi * A])
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "A", "tv", "kl"),
+    [  # whether the token passes; bounds 0.2 down, 0.1 up for tv, 0.04 and 0.02 for kl
+        (0.5, 0.35, 1.0, False, False),  # 0.15 up; kl = 0.0460
+        (0.5, 0.35, -1.0, True, True),  # up is the other way
+        (0.5, 0.45, 1.0, True, True),  # kl = 0.0050
+        (0.5, 0.65, -1.0, True, False),  # 0.15 down; kl = 0.0457
+        (0.5, 0.75, -1.0, False, False),
+        (0.5, 0.65, 1.0, True, True),  # down is the other way
+        (0.5, 0.5, 1.0, True, True),
+        (0.5, 0.9, 0.0, False, False),  # an advantage of 0 counts as negative, and is 0
+        (1.0, 0.95, 1.0, True, False),  # kl = -0.049 + 0.05 log(0.05 / 1e-8) = 0.72
+    ],
+)
+def test_dppo(p, q, A, tv, kl):
+    x = math.log(p / q)
+    for surrogate, low, high, through in ((DPPO_TV, 0.2, 0.1, tv), (DPPO_KL, 0.04, 0.02, kl)):
+        for cap in (INF, 1.2):
+            plan = {"surrogate": surrogate, "p0": low, "p1": high, "p2": cap}
+            stats, grad = one(plan, [x], logp=[math.log(p)], advantages=[A])
+            weight = min(p / q, cap) * through
+            assert stats["surrogate"] == close(-weight * A * math.log(p))
+            assert grad == close([-weight * A])
+
+
+def test_dppo_holds_log_probs_above_0_at_0():
+    """Rounding puts them there. pi - pi_old = 1 - 0.95, and the second token has not moved at all."""
+    for surrogate in (DPPO_TV, DPPO_KL):
+        plan = {"surrogate": surrogate, "p0": 0.0, "p1": 0.0, "p2": INF}
+        for logp, old, A, through in ((1e-3, math.log(0.95), 1.0, 0), (1e-3, 2e-3, -1.0, 1), (2e-3, 1e-3, 1.0, 1)):
+            _, grad = run(c.Plan(**plan), batch_of([logp], old_logp=[old], advantages=[A]))
+            assert grad.tolist() == close([-A * math.exp(logp - old) * through])
+
+
+def test_dro():
+    stats, grad = one({"surrogate": DRO, "p0": 0.6}, [0.5, -1.0], advantages=[2.0])
+    assert stats["surrogate"] == close(2.0 + 0.3 * 0.25 + 2.0 + 0.3)
+    assert grad == close([-2.0 + 0.3, -2.0 - 0.6])
+
+
+def test_the_kl_has_weights_of_its_own():
+    plan = NO_CLIP | {"kl": K2, "beta": 0.5}
+    logp, ref = [-1.0, -1.0], [-0.5, -3.0]  # d = 0.5, -2
+    given = {"start": [0, 1], "stop": [1, 2], "old_logp": logp, "ref_logp": ref, "advantages": [1.0, 1.0]}
+    _, grad = run(c.Plan(**plan), batch_of(logp, **given, weights=[2.0, 3.0], kl_weights=[7.0, 0.0]))
+    assert grad.tolist() == close([-2.0 - 7.0 * 0.5 * 0.5, -3.0])
+    _, grad = run(c.Plan(**plan), batch_of(logp, **given, weights=[2.0, 3.0]))
+    assert grad.tolist() == close([-2.0 - 2.0 * 0.5 * 0.5, -3.0 + 3.0 * 0.5 * 2.0])
 
 
 def test_without_old_logp_the_ratio_is_one_and_the_gradient_flows():
@@ -527,7 +610,9 @@ def zmax(a: complex, b: complex) -> complex:
     return a if complex(a).real >= complex(b).real else b
 
 
-def restated_surrogate(plan: c.Plan, lam: complex, frozen_lam: float, logp: complex, A: float) -> complex:
+def restated_surrogate(
+    plan: c.Plan, lam: complex, frozen_lam: float, logp: complex, frozen: float, old: float, A: float
+) -> complex:
     r = cmath.exp(lam)
     if plan.surrogate == CLIP:  # -min(r A, clip(r) A), and for A < 0 no more than -cap A
         if A > 0:
@@ -538,6 +623,21 @@ def restated_surrogate(plan: c.Plan, lam: complex, frozen_lam: float, logp: comp
     if plan.surrogate == SAPO:
         tau = plan.p0 if A > 0 else plan.p1
         return -A * 4 / tau / (1 + cmath.exp(-tau * (r - 1)))
+    if plan.surrogate == RATIO:
+        return -A * r + plan.p0 * (lam if complex(lam).real > 0 else -lam)
+    if plan.surrogate == VESPO:  # the weight is detached
+        k, rate = (plan.p0, plan.p1) if A >= 0 else (plan.p2, plan.p3)
+        return -math.exp(rate + k * frozen_lam - rate * math.exp(frozen_lam)) * A * logp
+    if plan.surrogate in (DPPO_TV, DPPO_KL):  # the weight and the verdict are detached
+        p, q = min(math.exp(frozen), 1.0), min(math.exp(old), 1.0)
+        if plan.surrogate == DPPO_TV:
+            through = p - q <= plan.p1 if A > 0 else q - p <= plan.p0
+        else:
+            kl = q * (old - frozen) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            through = kl <= plan.p1 or p <= q if A > 0 else kl <= plan.p0 or p >= q
+        return -min(math.exp(frozen_lam), plan.p2) * through * A * logp
+    if plan.surrogate == DRO:
+        return plan.p0 * lam * lam / 2 - A * logp
     assert plan.surrogate == GPG
     return -A * logp
 
@@ -559,7 +659,7 @@ def restated_kl(plan: c.Plan, d: complex, frozen_d: float) -> complex:
 
 
 def restated_completion(
-    plan: c.Plan, logp: list[complex], frozen: list[float], tokens: list[dict[str, float]]
+    plan: c.Plan, logp: list[complex], frozen: list[float], tokens: list[dict[str, float]], kl_share: float = 1.0
 ) -> complex:
     """One completion of the contract's L, of its counted tokens. Detached is what is made of ``frozen``:
 
@@ -615,9 +715,9 @@ def restated_completion(
     for t, ct, lam, flam, a, fa, rho in zip(
         tokens, cs, lams(logp), lams(frozen), logp, frozen, rhos(logp), strict=True
     ):
-        loss += ct * restated_surrogate(plan, lam, complex(flam).real, a, t["A"])
+        loss += ct * restated_surrogate(plan, lam, complex(flam).real, a, fa, t["old"], t["A"])
         if plan.kl != c.KL_NONE:
-            loss += plan.beta * rho * restated_kl(plan, t["ref"] - a, t["ref"] - fa)
+            loss += kl_share * plan.beta * rho * restated_kl(plan, t["ref"] - a, t["ref"] - fa)
     return loss
 
 
@@ -643,10 +743,11 @@ def restated(plan: c.Plan, batch: c.Batch) -> tuple[float, np.ndarray]:
             continue
         frozen = [float(batch.logp[t]) for t in counted]
         w = float(batch.weights[i])
-        loss += w * restated_completion(plan, frozen, frozen, tokens).real
+        share = 1.0 if batch.kl_weights is None else float(batch.kl_weights[i]) / w
+        loss += w * restated_completion(plan, frozen, frozen, tokens, share).real
         for k, t in enumerate(counted):
             stepped = [complex(v, 1e-40 if j == k else 0.0) for j, v in enumerate(frozen)]
-            grad[t] = w * restated_completion(plan, stepped, frozen, tokens).imag / 1e-40
+            grad[t] = w * restated_completion(plan, stepped, frozen, tokens, share).imag / 1e-40
     return loss, grad
 
 
@@ -678,6 +779,7 @@ def ragged_batch(seed: int, with_kl: bool = True) -> c.Batch:
         step_ends=[3, 7, 2, 0, 5],
         token_advantages=column(rng.normal(0, 0.8, n)),
         weights=rng.uniform(0.5, 2, 6),
+        kl_weights=rng.uniform(0.5, 2, 6) if with_kl and seed % 2 else None,
     )
 
 
@@ -686,6 +788,13 @@ PARAMS: dict[int, dict[str, float]] = {
     CISPO: {"p0": 0.85, "p1": 1.2},
     SAPO: {"p0": 1.0, "p1": 1.3},
     GPG: {},
+}
+MORE: dict[int, dict[str, float]] = {
+    RATIO: {"p0": 0.4},
+    VESPO: {"p0": 1.5, "p1": 1.2, "p2": 0.7, "p3": 2.0},
+    DPPO_TV: {"p0": 0.05, "p1": 0.03, "p2": 1.15},
+    DPPO_KL: {"p0": 0.02, "p1": 0.01, "p2": 1.15},
+    DRO: {"p0": 0.7},
 }
 KLS: list[dict[str, Any]] = [
     {},
@@ -712,6 +821,10 @@ GRID = [
     c.Plan(**{"surrogate": s, "beta": 0.3, **PARAMS[s], **shape, **KLS[(k + j) % len(KLS)]})
     for (k, shape), s in itertools.product(enumerate(SHAPES), PARAMS)
     for j in (0, 3, 7)
+] + [
+    c.Plan(**{"surrogate": s, "beta": 0.3, **MORE[s], **shape, **KLS[(k + s) % len(KLS)]})
+    for (k, shape), s in itertools.product(enumerate(SHAPES), MORE)
+    if (k + s) % 2 == 0
 ]
 
 
@@ -722,7 +835,9 @@ def name(plan: c.Plan) -> str:
 def loss_of(plan: c.Plan, batch: c.Batch) -> float:
     stats = np.empty((len(batch.start), len(c.STATS)))
     _numpy.policy_loss(plan, batch, None, stats, 1)
-    return float(batch.weights @ (stats[:, c.STATS.index("surrogate")] + plan.beta * stats[:, c.STATS.index("kl")]))
+    kl_weights = batch.weights if batch.kl_weights is None else batch.kl_weights
+    surrogate, kl = (stats[:, c.STATS.index(column)] for column in ("surrogate", "kl"))
+    return float(batch.weights @ surrogate + plan.beta * (kl_weights @ kl))
 
 
 @pytest.mark.parametrize("plan", GRID, ids=name)
@@ -750,7 +865,7 @@ def test_the_grid_reaches_every_branch():
 
 def detaches_nothing(plan: c.Plan) -> bool:
     rho = plan.rho == c.RHO_NONE or (plan.rho == c.RHO_RATIO and plan.rho_level != SEQUENCE_TOKEN)
-    return plan.surrogate != CISPO and plan.level != SEQUENCE_TOKEN and rho and not plan.kl_straight_through
+    return plan.surrogate not in (CISPO, VESPO, DPPO_TV, DPPO_KL) and plan.level != SEQUENCE_TOKEN and rho and not plan.kl_straight_through
 
 
 @pytest.mark.parametrize("plan", [p for p in GRID if detaches_nothing(p)][::2], ids=name)

@@ -23,7 +23,8 @@ is clamped into [lam_lo, lam_hi] (slope 0 outside, 1 inside, ends included).
 *Backward of the level*, with pre'_t and clamp' the slopes just named, rho' = rho if
 ``rho == RHO_RATIO`` else 0, and d/dlam, d/dlogp the two slopes of the surrogate::
 
-    token, sequence_token   grad_t = m_t ( w_i c_t (pre'_t clamp' df/dlam + df/dlogp) + v_i K_t )
+    token                   grad_t = m_t ( w_i c_t (pre'_t clamp' df/dlam + df/dlogp) + v_i K_t )
+    sequence_token          grad_t = m_t ( w_i c_t (clamp' df/dlam + df/dlogp) + v_i K_t )
     sequence                grad_t = m_t ( w_i (c_t df/dlogp + pre'_t clamp' H_i / n_i) + v_i K_t )
                             H_i = sum_t m_t c_t df/dlam,   n_i = 1 for REDUCE_SUM
 

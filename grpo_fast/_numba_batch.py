@@ -79,7 +79,7 @@ def _stages(plan, loops, reduced, own, s, size, row):
         log_ratio, approx_kl, ratio, square = exp_stage(s, size, plan.exp_bound)
         least, most = extremes(s, size)
     else:
-        if plan.pre == c.PRE_IDENTITY:
+        if plan.pre == c.PRE_IDENTITY or plan.level == c.LEVEL_SEQUENCE_TOKEN:  # detached, pre within it
             fill(s, FLOWS, 1)
         else:
             pre_stage(plan, s, size)

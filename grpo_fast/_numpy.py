@@ -237,6 +237,8 @@ def _level(plan: Plan, x: Double, A: Double, offset: float) -> tuple[Double, Boo
     if plan.level != c.LEVEL_TOKEN:
         reduced = lam.sum() if plan.reduce == c.REDUCE_SUM else lam.mean()
         lam = np.full_like(x, reduced + offset)
+    if plan.level == c.LEVEL_SEQUENCE_TOKEN:  # the reduction is detached, and pre within it
+        flows = np.ones_like(flows)
     inside = (plan.lam_lo <= lam) & (lam <= plan.lam_hi)
     return np.clip(lam, plan.lam_lo, plan.lam_hi), flows & inside
 

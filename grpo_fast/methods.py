@@ -126,7 +126,7 @@ def resolve(
         "exp_bound": c.EXP_BOUND[dtype],
     }
     selection_options = _selection(loss_type, method, given)
-    weighing, kl_weighing = _aggregations(loss_type, method, given, has_reference, width)
+    weighing, kl_weighing = _aggregations(loss_type, method, given, has_reference, fields.get("beta", 0.0), width)
     if given.explicit:
         raise AssertionError(f"options neither used nor refused: {sorted(given.explicit)}")
     return Resolved(c.Plan(**fields), weighing, method.surrogate, kl_weighing, method.selection, selection_options)
@@ -273,10 +273,12 @@ def _selection(loss_type: str, method: Method, given: _Given) -> dict[str, Any]:
 
 
 def _aggregations(
-    loss_type: str, method: Method, given: _Given, has_reference: bool, width: int | None
+    loss_type: str, method: Method, given: _Given, has_reference: bool, beta: float, width: int | None
 ) -> tuple[Weighing, Weighing | None]:
     explicit = given.explicit.get("loss_agg_mode")
     name = one_of("loss_agg_mode", given.one("loss_agg_mode", method.aggregation), AGGREGATIONS)
+    if beta == 0:  # a KL that is only reported has no weights for a convention to choose
+        given.drop(("kl_agg_mode", "kl_empty_rows"))
     kl_name = given.one("kl_agg_mode") if has_reference else None
     if kl_name is not None:
         one_of("kl_agg_mode", kl_name, AGGREGATIONS)

@@ -330,7 +330,9 @@ static int FN(block)(const Plan *plan, const Batch *batch, int64_t i, const Shar
         if (plan->rho != RHO_NONE && plan->rho_level == LEVEL_TOKEN) FN(exps)(log_ratio, b->rho, b->tail, bound, padded);
         if (plan->pre != PRE_IDENTITY) {
             FN(pre)(plan, log_ratio, b->lam_slope, b->advantage, padded);
-            if (!token_level)
+            if (plan->level == LEVEL_SEQUENCE_TOKEN) /* detached: the reduction, and pre within it */
+                FN(fill)(b->lam_slope, (REAL)shared->lam_slope, padded);
+            else if (!token_level)
                 for (int k = 0; k < padded; k++) b->lam_slope[k] *= (REAL)shared->lam_slope;
         }
     } else

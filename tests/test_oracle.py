@@ -865,7 +865,12 @@ def test_the_grid_reaches_every_branch():
 
 def detaches_nothing(plan: c.Plan) -> bool:
     rho = plan.rho == c.RHO_NONE or (plan.rho == c.RHO_RATIO and plan.rho_level != SEQUENCE_TOKEN)
-    return plan.surrogate not in (CISPO, VESPO, DPPO_TV, DPPO_KL) and plan.level != SEQUENCE_TOKEN and rho and not plan.kl_straight_through
+    return (
+        plan.surrogate not in (CISPO, VESPO, DPPO_TV, DPPO_KL)
+        and plan.level != SEQUENCE_TOKEN
+        and rho
+        and not plan.kl_straight_through
+    )
 
 
 @pytest.mark.parametrize("plan", [p for p in GRID if detaches_nothing(p)][::2], ids=name)

@@ -226,8 +226,10 @@ STATISTIC_LOG_RATIO, STATISTIC_K2, STATISTIC_K3 = 1, 2, 3
 #     out[t] = base[i] + the value of t's step; after the last step: base[i]. Slots of no completion
 #     are the caller's.
 #
-# Token recursions and moments; float64 inside. Masked slots are never read into anything; slots of no completion are
-# the caller's; ``out`` saturates as grad does.
+# The functions below take ``n_threads: int = 1`` last. Masked slots are never read into anything; slots of no
+# completion are the caller's; ``out`` saturates as grad does.
+#
+# Token recursions and moments; float64 inside.
 # token_gae(rewards: Real | None, final: Double | None, values: Real | None, mask, start: Int, stop: Int,
 #           gamma: float, lam: float, out: Real) -> None
 #     Over the counted tokens of each completion, last to first:

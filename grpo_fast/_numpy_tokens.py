@@ -22,6 +22,7 @@ def token_gae(
     gamma: float,
     lam: float,
     out: Real,
+    n_threads: int = 1,
 ) -> None:
     """delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next, from the last counted token back."""
     largest = float(np.finfo(out.dtype).max)
@@ -39,7 +40,9 @@ def token_gae(
             out[t] = min(max(advantage_next, -largest), largest)
 
 
-def token_moments(values: Real, mask: Mask, start: Int, stop: Int, centre: float, out: Double) -> None:
+def token_moments(
+    values: Real, mask: Mask, start: Int, stop: Int, centre: float, out: Double, n_threads: int = 1
+) -> None:
     """Count, sum of v - centre and sum of its square over the counted tokens of each completion."""
     for i, (a, b) in enumerate(zip(start, stop, strict=True)):
         counted = values[a:b] if mask is None else values[a:b][mask[a:b] != 0]
@@ -47,7 +50,9 @@ def token_moments(values: Real, mask: Mask, start: Int, stop: Int, centre: float
         out[i] = len(deviations), math.fsum(deviations), math.fsum(d * d for d in deviations)
 
 
-def token_affine(values: Real, mask: Mask, start: Int, stop: Int, shift: float, scale: float, out: Real) -> None:
+def token_affine(
+    values: Real, mask: Mask, start: Int, stop: Int, shift: float, scale: float, out: Real, n_threads: int = 1
+) -> None:
     """(v - shift) scale on counted tokens, 0 on masked ones; what is too large is the largest number."""
     largest = float(np.finfo(out.dtype).max)
     for a, b in zip(start, stop, strict=True):

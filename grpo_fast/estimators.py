@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from . import _threads
 from . import _validate as check
 from ._contract import SINGLETON_RAW, SINGLETON_ZERO, Double, Int, PoolPlan, Real
 from .conventions import advantage_options, look_up
@@ -545,6 +546,10 @@ class Tokens(NamedTuple):
         return self._replace(stop=np.where(rows, self.start, self.stop)) if rows.any() else self
 
 
+def _n_threads(tokens: Tokens) -> int:
+    return _threads.choose(int((tokens.stop - tokens.start).sum()))
+
+
 def count(kernels: Any, tokens: Tokens) -> Int:
     """Counted tokens of each completion."""
     if tokens.mask is None:
@@ -556,7 +561,7 @@ def count(kernels: Any, tokens: Tokens) -> Int:
 def sums(kernels: Any, values: Real, tokens: Tokens) -> Double:
     """Of the counted tokens of each completion."""
     table = np.zeros((len(tokens.start), 3))
-    kernels.token_moments(values, tokens.mask, tokens.start, tokens.stop, 0.0, table)
+    kernels.token_moments(values, tokens.mask, tokens.start, tokens.stop, 0.0, table, _n_threads(tokens))
     return np.ascontiguousarray(table[:, 1])
 
 
@@ -587,14 +592,14 @@ def whiten_rows(kernels: Any, values: Double, counts: Int, ddof: int) -> Double:
 def whiten_tokens(kernels: Any, values: Real, tokens: Tokens, ddof: int) -> None:
     """The same over token values, in place."""
     where = tokens.mask, tokens.start, tokens.stop
-    moments, table = kernels.token_moments, np.zeros((len(tokens.start), 3))
-    moments(values, *where, 0.0, table)
+    moments, table, threads = kernels.token_moments, np.zeros((len(tokens.start), 3)), _n_threads(tokens)
+    moments(values, *where, 0.0, table, threads)
     n, total, _ = kernels.sum_columns(table)
     centre = total / n if n else 0.0
-    moments(values, *where, centre, table)
+    moments(values, *where, centre, table, threads)
     _, rest, squares = kernels.sum_columns(table)
     scale = 0.0 if n <= ddof else 1 / np.sqrt(max(squares - rest * rest / n, 0.0) / (n - ddof) + WHITEN_EPS)
-    kernels.token_affine(values, *where, centre, float(scale), values)
+    kernels.token_affine(values, *where, centre, float(scale), values, threads)
 
 
 def returns(
@@ -602,7 +607,7 @@ def returns(
 ) -> None:
     """Generalised advantages of every token; without values, discounted returns to go."""
     where = tokens.mask, tokens.start, tokens.stop
-    kernels.token_gae(rewards, final, values, *where, o.gamma, o.lam, out)
+    kernels.token_gae(rewards, final, values, *where, o.gamma, o.lam, out, _n_threads(tokens))
 
 
 def _prefix_sums(kernels: Any, values: Double, tokens: Tokens) -> Double:

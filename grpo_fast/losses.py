@@ -271,7 +271,8 @@ def evaluate(
     if callable(loss_type):
         from . import custom  # needs numba
 
-        function = custom.prepare(loss_type, options.get("loss_params") or (), backend)
+        function = custom.prepare(loss_type, options.get("loss_params"), backend)
+        options = {**options, "loss_params": function.params}
         backend, loss_type = "numba", getattr(loss_type, "__name__", "function")
     kernels = _backends.get(backend)
     old, ref = (

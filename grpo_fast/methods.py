@@ -193,14 +193,11 @@ def _clamp(given: _Given) -> dict[str, Any]:
 
 
 def _custom(given: _Given) -> dict[str, Any]:
-    params = given.one("loss_params", ())
+    params = given.one("loss_params", ())  # custom.prepare checked them
     for name in dict.fromkeys(name for row in SURROGATES.values() for name in row.options):
         if name in given.explicit:
             raise ValueError(f"{name}: loss_type is a function of your own; pass what it needs as loss_params")
-    values = [number(f"loss_params[{k}]", value) for k, value in enumerate(params)]
-    if len(values) > 4:
-        raise ValueError(f"loss_params: a function gets up to 4 numbers, got {len(values)}; close over the others")
-    return {"surrogate": c.SURROGATE_CUSTOM, **{f"p{k}": v for k, v in enumerate(values)}, **_clamp(given)}
+    return {"surrogate": c.SURROGATE_CUSTOM, **{f"p{k}": v for k, v in enumerate(params)}, **_clamp(given)}
 
 
 def _level(loss_type: str, method: Method, given: _Given, custom: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Every name the library knows, as rows. Tests, benches and reference pages iterate over these.
 
-To add a surrogate: one row here, its formula and its line of ``SURROGATES`` in
-``src/formulas.inc.h``, its formula in ``_numba.py`` and in ``_numpy.py``. To add a method made of known parts: one row.
+To add a surrogate: one row here, its formula and its line of ``SURROGATES`` in ``src/formulas.inc.h``, its formula
+and its row in ``_numba_formulas.py`` and in ``_numpy.py``. To add a method made of known parts: one row.
 """
 
 from __future__ import annotations

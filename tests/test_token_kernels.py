@@ -93,11 +93,10 @@ def per_token(where: Layout, dtype: Any) -> np.ndarray:
 def threaded(kernels: Any, function: str, out: np.ndarray, *arguments: Any) -> np.ndarray:
     """Runs the function into ``out``; where it takes threads, any number of them fills in the same bits."""
     getattr(kernels, function)(*arguments, out)
-    if hasattr(kernels, "isa"):
-        for n_threads in (2, 3):
-            again = np.full_like(out, UNTOUCHED if out.ndim == 1 else np.nan)
-            getattr(kernels, function)(*arguments, again, n_threads)
-            np.testing.assert_array_equal(again.view(np.uint8), out.view(np.uint8))
+    for n_threads in (2, 3):
+        again = np.full_like(out, UNTOUCHED if out.ndim == 1 else np.nan)
+        getattr(kernels, function)(*arguments, again, n_threads)
+        np.testing.assert_array_equal(again.view(np.uint8), out.view(np.uint8))
     return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import isnan, log, nan
+from math import isclose, isnan, log, nan
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -379,8 +379,9 @@ def _correction_numbers(row: Convention, backend: str | None) -> dict[str, tuple
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float) and isnan(a) and isnan(b):
-        return True
+    """Equal; numbers but for the rounding of a sum and a difference."""
+    if isinstance(a, float) and isinstance(b, float):
+        return (isnan(a) and isnan(b)) or isclose(a, b, rel_tol=1e-12, abs_tol=1e-14)
     return bool(a == b)
 
 

@@ -197,11 +197,11 @@ def _loss_settings(row: Convention, loss_type: str | None) -> dict[str, tuple[st
     options = {**_DEFAULTS, "importance_sampling_level": METHODS[chosen].levels[0], **row.loss_options(chosen)}
     options.setdefault("epsilon_high", options["epsilon"])
     resolved = _resolved(row, loss_type)
-    if isinstance(resolved, str):
-        options["loss_agg_mode"] = METHODS[chosen].aggregation
-    else:
-        options["loss_agg_mode"] = resolved.weighing.aggregation
-        options["kl_agg_mode"] = None if resolved.kl_weighing is None else resolved.kl_weighing.aggregation
+    options["loss_agg_mode"] = (
+        METHODS[chosen].aggregation if isinstance(resolved, str) else resolved.weighing.aggregation
+    )
+    if options.get("kl_agg_mode") == options["loss_agg_mode"]:
+        options["kl_agg_mode"] = None  # with the rest, then
     return {
         "loss_type": ("method" if loss_type else "method by default", chosen),
         "methods": ("methods it has", ", ".join(row.methods)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import isnan, log, nan
+from math import isclose, isnan, log, nan
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -197,11 +197,11 @@ def _loss_settings(row: Convention, loss_type: str | None) -> dict[str, tuple[st
     options = {**_DEFAULTS, "importance_sampling_level": METHODS[chosen].levels[0], **row.loss_options(chosen)}
     options.setdefault("epsilon_high", options["epsilon"])
     resolved = _resolved(row, loss_type)
-    if isinstance(resolved, str):
-        options["loss_agg_mode"] = METHODS[chosen].aggregation
-    else:
-        options["loss_agg_mode"] = resolved.weighing.aggregation
-        options["kl_agg_mode"] = None if resolved.kl_weighing is None else resolved.kl_weighing.aggregation
+    options["loss_agg_mode"] = (
+        METHODS[chosen].aggregation if isinstance(resolved, str) else resolved.weighing.aggregation
+    )
+    if options.get("kl_agg_mode") == options["loss_agg_mode"]:
+        options["kl_agg_mode"] = None  # with the rest, then
     return {
         "loss_type": ("method" if loss_type else "method by default", chosen),
         "methods": ("methods it has", ", ".join(row.methods)),
@@ -379,8 +379,9 @@ def _correction_numbers(row: Convention, backend: str | None) -> dict[str, tuple
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float) and isnan(a) and isnan(b):
-        return True
+    """Equal; numbers but for the rounding of a sum and a difference."""
+    if isinstance(a, float) and isinstance(b, float):
+        return (isnan(a) and isnan(b)) or isclose(a, b, rel_tol=1e-12, abs_tol=1e-14)
     return bool(a == b)
 
 

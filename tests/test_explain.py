@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,11 @@ PAIRS = list(itertools.combinations(NAMES, 2))
 NUMBERS = (
     "advantages of an example", "loss of an example", "KL of the example", "importance weights of an example",
 )  # fmt: skip
+
+
+@cache
+def between(a: str, b: str) -> Explanation:
+    return explain(a, b, backend="numpy")
 
 
 def by_name(explanation: Explanation, section: str) -> dict[str, Row]:
@@ -38,7 +44,7 @@ def test_itself(name: str) -> None:
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
 def test_every_documented_difference_shows(a: str, b: str) -> None:
-    found = explain(a, b, backend="numpy")
+    found = between(a, b)
     left, right = conventions.convention(a), conventions.convention(b)
     advantages, loss, weights = (by_name(found, section) for section in ("advantages", "loss", "importance weights"))
     for name in {*left.advantages, *right.advantages}:
@@ -60,7 +66,7 @@ def test_every_documented_difference_shows(a: str, b: str) -> None:
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
 def test_text(a: str, b: str) -> None:
-    found, turned = explain(a, b, backend="numpy"), explain(b, a, backend="numpy")
+    found, turned = between(a, b), explain(b, a, backend="numpy")
     assert {(row.section, row.name) for row in found.differences} == {
         (row.section, row.name) for row in turned.differences
     }
@@ -153,6 +159,11 @@ def test_a_setting_shows_in_a_number(monkeypatch: pytest.MonkeyPatch, field: str
     silent = field == "kl" and options["k3"].get("kl_clamp_in") == 40.0  # 20 and 40 are one under an output clamp of 10
     assert settings
     assert bool(numbers) != silent, [row.name for row in found]
+
+
+def test_rounding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = changed(monkeypatch, "loss", epsilon=0.1, epsilon_high=0.21)
+    assert {row.section for row in found} == {"loss", "loss of an example"}
 
 
 def test_a_method_of_choice() -> None:

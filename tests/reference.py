@@ -119,13 +119,19 @@ def _vespo(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any]) -> Any:
 def gamma_weight(lam: Any, adv: Any, o: dict[str, Any]) -> Any:
     """phi(w) = e^lambda w^k e^(-lambda w), with phi(1) = 1 and its largest value at w = k / lambda."""
     torch = _torch()
+    k, rate = vespo_shape(adv, o)
+    return torch.exp(rate + k * lam - rate * torch.exp(lam)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def vespo_shape(adv: Any, o: dict[str, Any]) -> tuple[Any, Any]:
+    """k and lambda, by the sign of the advantage."""
+    torch = _torch()
 
     def by_sign(name: str) -> Any:
         positive, negative = (torch.full_like(adv, o[f"vespo_{name}_{sign}"]) for sign in ("pos", "neg"))
         return torch.where(adv >= 0, positive, negative)
 
-    k, rate = by_sign("k"), by_sign("lambda").clamp(min=1e-4)
-    return torch.exp(rate + k * lam - rate * torch.exp(lam)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return by_sign("k"), by_sign("lambda").clamp(min=1e-4)
 
 
 def _dppo(lam: Any, logp: Any, old: Any, adv: Any, o: dict[str, Any], kind: str) -> Any:
@@ -379,13 +385,18 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
         result[dense["slots"][mask_array]] = array.numpy()[mask_array]
         return result
 
-    parts = [terms_of_policy, *(kl_rows * beta * part for part in separately)]
+    # a relative error of e^(k lam - lambda w) is one of lam times k - lambda w, and lam is a sum of many
+    steep = torch.ones_like(lam)
+    if surrogate == "vespo":
+        k, rate = vespo_shape(adv, o)
+        steep = 1 + (k - rate * torch.exp(lam.detach())).abs() * plain.detach().abs().sum(1, keepdim=True)
+    parts = [steep * terms_of_policy, *(kl_rows * beta * part for part in separately)]
     return Opinion(
         loss=float(per_completion.sum()),
         grad=flat(gradient(terms_of_policy + terms_of_kl)),
         per_completion=per_completion,
         metrics=_metrics(lam, adv, penalty, policy, rows, mask, surrogate, apart, batch, options, o),
-        loss_terms=float((terms_of_policy.abs() + terms_of_kl.abs()).sum().detach()),
+        loss_terms=float((steep * terms_of_policy.abs() + terms_of_kl.abs()).sum().detach()),
         grad_terms=flat(sum(gradient(part).abs() for part in parts) + (rows * weight * adv).abs()) if terms else None,
         scale=1.0 / max(float(w.max(initial=0.0)), float(v.max(initial=0.0)), 1e-300),
     )

@@ -478,7 +478,7 @@ def test_finite_input_raises_no_warning(surrogate, level):
     values = f64(list(itertools.product(EXTREMES, repeat=3)))
     given = {"old_logp": values[:, 1], "ref_logp": values[:, 2], "token_advantages": values[::-1, 0]}
     columns = {k: np.ascontiguousarray(v) for k, v in given.items()}
-    bounds = surrogate.bounds()
+    bounds = surrogate.bounds(**({"dro_beta": 0.5} if "dro_beta" in surrogate.options else {}))
     params = dict(zip(("p0", "p1", "p2", "p3"), bounds.params, strict=False))
     for kl, rho, use in itertools.product([K1, K2, K3, KABS], [0, 1, 2], [0, 1, 2] if level else [0]):
         plan = c.Plan(surrogate.id, **params, level=level, kl=kl, beta=0.1, rho=rho, rho_level=level, weight_use=use)
@@ -912,6 +912,7 @@ def test_a_completion_knows_nothing_of_its_neighbours(plan):
             step_offsets=np.array([0, steps.stop - steps.start]),
             step_ends=batch.step_ends[steps],
             step_advantages=batch.step_advantages[steps],
+            kl_weights=None if batch.kl_weights is None else batch.kl_weights[i : i + 1],
             **{k: getattr(batch, k)[i : i + 1] for k in ("advantages", "completion_weight", "weights")},
             **{
                 k: None if getattr(batch, k) is None else getattr(batch, k)[a:b]

@@ -136,6 +136,7 @@ def grpo_loss(
         One ratio per token; one per completion, exp(mean log-ratio); or the sequence ratio's value
         with each token's own gradient (GSPO-token).
     loss_agg_mode : a row of :data:`grpo_fast.tables.AGGREGATIONS`, in place of the loss type's own
+        A function as ``loss_type`` has none of its own: seq-mean-token-mean, or the convention's.
     mask : (n_tokens,) bool or 0/1
         1 = the token counts, for everything. Masked slots may hold anything, NaN included.
     token_weight : (n_tokens,), or (n_completions,) with ``weight_level="completion"``

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,6 +114,7 @@ def resolve(
     method = CUSTOM if custom else METHODS[one_of("loss_type", loss_type, METHODS)]
     if whose is not None and custom:
         given.add(whose.shared_options(given.explicit.get("kl_estimator")))
+        method = replace(CUSTOM, aggregation=whose.loss.get("loss_agg_mode", METHODS[whose.loss_type].aggregation))
     elif whose is not None:
         _add_convention(given, whose, loss_type)
         if chosen is not None:
@@ -287,6 +289,7 @@ def _aggregations(
         kl_name = name
     kl_takes = AGGREGATIONS[kl_name].denominators if kl_name else ()
     given_denominators = given.take(dict.fromkeys([*takes, *kl_takes]))
+    _refuse_half(name, takes, kl_name, kl_takes, given_denominators)
     what = f"loss_agg_mode={name!r}" if explicit else f"loss_type={loss_type!r}"
     for other in dict.fromkeys(name for row in AGGREGATIONS.values() for name in row.denominators):
         if other in given.explicit:
@@ -305,6 +308,18 @@ def _aggregations(
         kl_denominators["empty_rows"] = kl_empty_rows
     kl_weighing = _weighing(kl_name, kl_denominators, f"kl_agg_mode={kl_name!r}", width)
     return weighing, None if kl_weighing == weighing else kl_weighing
+
+
+def _refuse_half(
+    name: str, takes: tuple[str, ...], kl_name: str | None, kl_takes: tuple[str, ...], given: Mapping[str, Any]
+) -> None:
+    """A part of a batch whose surrogate is divided by the whole batch's count needs that of its KL too."""
+    counts = ("num_items_in_batch", "num_sequences", "num_groups")
+    own, of_kl = ([key for key in counts if key in allowed] for allowed in (takes, kl_takes))
+    for these, others, what in ((own, of_kl, f"kl_agg_mode={kl_name!r}"), (of_kl, own, f"loss_agg_mode={name!r}")):
+        missing = [key for key in others if key not in given]
+        if any(key in given for key in these) and missing:
+            raise ValueError(f"{missing[0]}: {what} divides by it, and {these[0]} alone does not say it; pass both")
 
 
 def _weighing(name: str, denominators: dict[str, Any], what: str, width: int | None) -> Weighing:

@@ -28,11 +28,11 @@ COLUMNS = {"completion": "advantage", "step": "step_advantages", "token": "token
 
 #: Keywords of group_advantages, of process_advantages, and of both.
 OUTCOME_OPTIONS = (
-    "convention", "estimator", "multi_objective_aggregation", "baseline", "scale", "singleton", "trajectory_reward",
+    "estimator", "multi_objective_aggregation", "baseline", "scale", "singleton", "trajectory_reward",
     "reward_weights",
 )  # fmt: skip
 PROCESS_OPTIONS = ("normalize", "step_form", "prefix_value_start", "credit", "gamma", "temperature", "tail")
-SHARED_OPTIONS = ("ddof", "eps", "backend")
+SHARED_OPTIONS = ("convention", "ddof", "eps", "backend")
 
 
 class UsageError(ValueError):

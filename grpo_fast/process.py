@@ -11,6 +11,7 @@ from . import _backends
 from . import _validate as check
 from ._contract import LARGEST, Double, Int, PoolPlan
 from .advantages import check_ddof, check_eps, finite_rewards, rewards_array, standardize_rows, weighted_sum
+from .conventions import advantage_options
 from .groups import Groups, crossed, label_groups, make_groups, members, trajectory_groups
 from .tables import CREDITS, POOLS, STEP_FORMS, TAILS
 
@@ -32,6 +33,7 @@ def process_advantages(
     gamma: float | None = None,
     temperature: float | None = None,
     tail: str | None = None,
+    convention: str | None = None,
     ddof: int | None = None,
     eps: float | None = None,
     outcome_rewards: npt.ArrayLike | None = None,
@@ -76,6 +78,9 @@ def process_advantages(
     tail : "zero" (default) or "last"
         Tokens after the last scored step of the *trajectory*: 0, or what that step's tokens get.
         Tokens between the rows of a trajectory look to its next step. No scored step: 0.
+    convention : "trl", "verl", ..., None
+        Sets ``ddof`` and ``eps`` as that framework's outcome advantages have them; the rest is its paper's, as no
+        framework has process advantages.
     ddof, eps : 0 or 1, default 0, and a number >= 0, default 1e-8
         Of every std, as in :func:`grpo_fast.group_advantages`.
     outcome_rewards : (n_completions,) or (n_completions, n_rewards)
@@ -128,8 +133,18 @@ def process_advantages(
     array([ 0.,  0., -1., -1.,  1.,  1.,  1., -1.,  0.,  1.,  0.,  0.])
     """
     kernels = _backends.get(backend)
+    theirs = advantage_options(convention, None)
     options = _options(
-        normalize, step_groups is not None, step_form, prefix_value_start, credit, gamma, temperature, tail, ddof, eps
+        normalize,
+        step_groups is not None,
+        step_form,
+        prefix_value_start,
+        credit,
+        gamma,
+        temperature,
+        tail,
+        theirs.get("ddof") if ddof is None else ddof,
+        theirs.get("eps") if eps is None else eps,
     )
     check.one_of("level", level, ("token", "step"))
     weight = _outcome_weight(outcome_rewards, outcome_weight, level)

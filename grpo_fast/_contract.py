@@ -34,7 +34,7 @@ is clamped into [lam_lo, lam_hi] (slope 0 outside, 1 inside, ends included).
 rho_t is 1 (``RHO_NONE``) or the plain ratio at ``rho_level``: exp(x_t) for token, exp(mean of the
 counted x_t) for the sequence levels, never clamped or clipped. Its part of the gradient::
 
-    rho_level token, sequence_token   K_t = beta (rho_t k'_t + rho'_t k_t)
+    rho_level token, sequence_token   K_t = beta (rho_t k'_t + rho'_t k_t); k'_t + k_t as one number, for k3 -d_t
     rho_level sequence                K_t = beta (rho_i k'_t + (1/n_i) sum_s m_s rho'_i k_s),   n_i the mean's
 
 *Weights.* ``USE_MULTIPLY``: c_t is the token weight (1 where there is none). ``USE_LOG_OFFSET``

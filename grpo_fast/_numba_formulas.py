@@ -107,30 +107,32 @@ SURROGATES: dict[int, Callable[..., Any]] = {
     8: dro,
 }
 
-# ---- KL estimators: (d, bound) -> (value, d/dlogp), d = ref_logp - logp ------------------------------
+# ---- KL estimators: (d, bound) -> (value, d/dlogp, their sum), d = ref_logp - logp --------------------
+# The sum is the slope under a ratio factor, and would cancel.
 
 
 @formula
 def k1(d, bound):
-    return -d, type(d)(1)
+    return -d, type(d)(1), type(d)(1) - d
 
 
 @formula
 def k2(d, bound):
-    return type(d)(0.5) * d * d, -d
+    half = type(d)(0.5) * d * d
+    return half, -d, half - d
 
 
 @formula
 def k3(d, bound):
     _, minus_1, tail = exp(d, bound)
-    return tail, -minus_1
+    return tail, -minus_1, -d
 
 
 @formula
 def absolute(d, bound):
     zero, one = type(d)(0), type(d)(1)
     sign = one if d > zero else (-one if d < zero else zero)
-    return abs(d), -sign
+    return abs(d), -sign, abs(d) - sign
 
 
 #: By the number in ``tables.KL_ESTIMATORS``.

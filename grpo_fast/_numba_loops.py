@@ -157,7 +157,7 @@ def kl_loop(formula: Any, dtype: Any) -> Any:
         total = zero
         if plan.kl_straight_through == 0 and plan.rho == c.RHO_NONE and min(most_d, most_k) == np.inf:
             for t in range(size & WHOLE):
-                k, slope = formula(s[D + t], bound)
+                k, slope, _ = formula(s[D + t], bound)
                 s[G + t] += weight * slope * s[M + t]
                 total += k
             sums[KL] += np.float64(total)
@@ -165,17 +165,18 @@ def kl_loop(formula: Any, dtype: Any) -> Any:
         straight_through = plan.kl_straight_through != 0
         own_rho = plan.rho != c.RHO_NONE and plan.rho_level == c.LEVEL_TOKEN
         same_rho = dtype(1 if plan.rho == c.RHO_NONE else rho)
-        through = dtype(1 if plan.rho == c.RHO_RATIO and plan.rho_level != c.LEVEL_SEQUENCE else 0)
+        through = plan.rho == c.RHO_RATIO and plan.rho_level != c.LEVEL_SEQUENCE  # rho has a slope of its own
         for t in range(size & WHOLE):
             d = s[D + t]
             held_d = min(max(d, -most_d), most_d)
-            k, slope = formula(held_d, bound)
+            k, slope, both = formula(held_d, bound)
             held_k = min(max(k, -most_k), most_k)
-            slope = slope if (held_d == d) & (held_k == k) else zero
-            slope = -d if straight_through else slope
+            own = held_k if through else zero
+            slope = (both if through else slope) if (held_d == d) & (held_k == k) else own
+            slope = own - d if straight_through else slope
             rho_t = exp(s[X + t], bound)[0] if own_rho else same_rho
             k = rho_t * held_k
-            s[G + t] += weight * (rho_t * slope + through * k) * s[M + t]
+            s[G + t] += weight * rho_t * slope * s[M + t]
             total += k
         sums[KL] += np.float64(total)
         return np.float64(total)
@@ -230,7 +231,7 @@ def _fused(surrogate: Any, kl: Any) -> Any:
             for t in range(np.uint64(TILE)):
                 d = ref_logp[t] - logp[t]
                 wild += zero if abs(d) <= most else one
-                k, k_slope = kl(d, bound)
+                k, k_slope, _ = kl(d, bound)
                 grad[t] += beta * k_slope
                 total_kl += k
         if wild != zero:

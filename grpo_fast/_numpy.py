@@ -2,7 +2,7 @@
 
 Written to be read next to the papers and ``_contract.py``, not to be fast. A surrogate is a function
 ``(lam, r, logp, old_logp, A, params) -> (value, d/dlam, d/dlogp)`` and a row of ``SURROGATES``; a KL
-estimator is a function ``(d, exp_bound) -> (value, d/dlogp)`` and a row of ``KL_ESTIMATORS``. Every
+estimator is a function ``(d, exp_bound) -> (value, d/dlogp, their sum)`` and a row of ``KL_ESTIMATORS``. Every
 array below holds the counted tokens of one completion: what the mask leaves out is never seen.
 """
 
@@ -111,23 +111,26 @@ SURROGATES: dict[int, Callable[[Double, Double, Double, Double, Double, Params],
 # ---- KL estimators of d = ref_logp - logp ------------------------------------------------------------
 
 
-def _k1(d: Double, bound: float) -> tuple[Double, Double]:
-    return -d, np.ones_like(d)
+Kl: TypeAlias = tuple[Double, Double, Double]  # value, d/dlogp, and their sum: the slope under a ratio, which cancels
 
 
-def _k2(d: Double, bound: float) -> tuple[Double, Double]:
-    return d * d / 2, -d
+def _k1(d: Double, bound: float) -> Kl:
+    return -d, np.ones_like(d), 1 - d
 
 
-def _k3(d: Double, bound: float) -> tuple[Double, Double]:
-    return _exp_minus_1_minus(d, bound), -np.expm1(np.clip(d, -bound, bound))
+def _k2(d: Double, bound: float) -> Kl:
+    return d * d / 2, -d, d * d / 2 - d
 
 
-def _abs(d: Double, bound: float) -> tuple[Double, Double]:
-    return np.abs(d), -np.sign(d)
+def _k3(d: Double, bound: float) -> Kl:
+    return _exp_minus_1_minus(d, bound), -np.expm1(np.clip(d, -bound, bound)), -d
 
 
-KL_ESTIMATORS: dict[int, Callable[[Double, float], tuple[Double, Double]]] = {1: _k1, 2: _k2, 3: _k3, 4: _abs}
+def _abs(d: Double, bound: float) -> Kl:
+    return np.abs(d), -np.sign(d), np.abs(d) - np.sign(d)
+
+
+KL_ESTIMATORS: dict[int, Callable[[Double, float], Kl]] = {1: _k1, 2: _k2, 3: _k3, 4: _abs}
 
 # ---- what the level does to x = logp - old_logp before it reduces ------------------------------------
 
@@ -255,18 +258,21 @@ def _kl(plan: Plan, x: Double, t: _Tokens) -> tuple[Double, Double]:
     if plan.kl == c.KL_NONE or t.ref_logp is None:
         return np.zeros_like(x), np.zeros_like(x)
     d = t.ref_logp - t.logp
-    k, dk = KL_ESTIMATORS[plan.kl](np.clip(d, -plan.kl_clamp_in, plan.kl_clamp_in), plan.exp_bound)
+    k, dk, both = KL_ESTIMATORS[plan.kl](np.clip(d, -plan.kl_clamp_in, plan.kl_clamp_in), plan.exp_bound)
     inside = (np.abs(d) <= plan.kl_clamp_in) & (np.abs(k) <= plan.kl_clamp_out)
-    k, dk = np.clip(k, -plan.kl_clamp_out, plan.kl_clamp_out), np.where(inside, dk, 0.0)
+    k = np.clip(k, -plan.kl_clamp_out, plan.kl_clamp_out)
+    dk, both = np.where(inside, dk, 0.0), np.where(inside, both, k)
     if plan.kl_straight_through:
-        dk = -d
+        dk, both = -d, k - d
     if plan.rho == c.RHO_NONE:
         return k, dk
     log_rho = x if plan.rho_level == c.LEVEL_TOKEN else np.full_like(x, x.mean())
     rho = _exp(log_rho, plan.exp_bound)
     if plan.rho == c.RHO_RATIO_DETACHED:
         return rho * k, rho * dk
-    return rho * k, rho * dk + _over_level(plan.rho_level, rho * k, c.REDUCE_MEAN)
+    if plan.rho_level == c.LEVEL_SEQUENCE:
+        return rho * k, rho * dk + (rho * k).mean()
+    return rho * k, rho * both
 
 
 def _statistics(plan: Plan, t: _Tokens, lam: Double, surrogate: Double, kl: Double) -> Double:

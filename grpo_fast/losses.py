@@ -304,6 +304,8 @@ def evaluate(
             "one weight per completion; pass one weight per token"
         )
     per_token, per_completion = _token_weights(token_weight, weight_level, ranges, counts)
+    if plan.weight_use != _contract.USE_MULTIPLY:
+        _refuse_negative(loss_type, per_token, per_completion, ranges, counted)
     own, steps, offsets, ends, of_tokens = _advantages(
         advantages, advantage_level, step_advantages, step_offsets, step_ends, ranges, counts
     )
@@ -380,6 +382,22 @@ def _token_weights(
         return check.kernel_ready(array), None
     check.length("token_weight", array, len(counts), "completion")
     return None, _per_completion("token_weight", array, counts)
+
+
+def _refuse_negative(
+    loss_type: object, per_token: Real | None, per_completion: Double | None, ranges: Ranges, counted: Any
+) -> None:
+    for array, what in ((per_completion, "completion"), (per_token, "token")):
+        wrong = np.zeros(0, np.int64) if array is None else np.flatnonzero(array < 0)
+        if what == "token" and len(wrong):
+            wrong = wrong[selection.owners(ranges.start, ranges.stop, wrong) >= 0]
+            wrong = wrong if counted is None else wrong[counted[wrong] != 0]
+        if array is not None and len(wrong):
+            k = int(wrong[0])
+            raise ValueError(
+                f"token_weight: token_weight[{k}]={array[k]} is negative, and loss_type={loss_type!r} takes logarithms "
+                f"of weights; mask that {what} or pass a weight >= 0"
+            )
 
 
 def _per_completion(name: str, array: npt.NDArray[Any], counts: Int) -> Double:
@@ -521,7 +539,12 @@ def _check_grad_out(grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad
 
 
 def _raise_non_finite(batch: Batch, stats: Double) -> None:
-    completion = int(np.argmax(stats[:, _COLUMN["non_finite"]] != 0))
+    for completion in np.flatnonzero(stats[:, _COLUMN["non_finite"]]).tolist():
+        _raise_non_finite_in(batch, completion)
+
+
+def _raise_non_finite_in(batch: Batch, completion: int) -> None:
+    """Nothing where a kernel was too careful: sums of arrays within bounds may lie beyond."""
     start, stop = int(batch.start[completion]), int(batch.stop[completion])
     tokens = np.arange(start, stop)
     if batch.mask is not None:
@@ -538,6 +561,8 @@ def _raise_non_finite(batch: Batch, stats: Double) -> None:
         for name, array in arrays.items()
         if array is not None and len(wrong := tokens[~check.usable(array[tokens])])
     }
+    if not bad:
+        return
     name = min(bad, key=lambda key: bad[key][0])
     token, value = bad[name]
     raise ValueError(

@@ -22,6 +22,7 @@ from .tables import (
     LEVELS,
     METHODS,
     OPTION_BOUNDS,
+    OPTION_MOST,
     SELECTIONS,
     SURROGATES,
     Method,
@@ -66,6 +67,9 @@ class _Given:
         for name, (least, above) in OPTION_BOUNDS.items():
             if name in self.explicit:
                 self.explicit[name] = number(name, self.explicit[name], least=least, above=above)
+        for name, most in OPTION_MOST.items():
+            if self.explicit.get(name, 0) > most:
+                raise ValueError(f"{name}: {self.explicit[name]:g} is beyond {most:g}, where sums overflow; pass less")
         self.fallback: dict[str, Any] = {}
 
     def add(self, fallback: Mapping[str, Any]) -> None:

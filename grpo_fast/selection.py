@@ -75,7 +75,7 @@ def replace(
     stats: Double,
 ) -> None:
     """Makes of the selected tokens what the method makes of them, in ``grad`` and ``stats``."""
-    owner = _owners(batch, slots)
+    owner = owners(batch.start, batch.stop, slots)
     alone = _alone(batch, slots, owner)
     plain = np.empty((len(slots), len(STATS)))
     changed = np.empty_like(plain)
@@ -158,7 +158,7 @@ def _given(selected: npt.ArrayLike, batch: Batch) -> Int:
     if len(again):
         k = int(order[again[0] + 1])
         raise ValueError(f"selected: selected[{k}]={slots[k]} is there twice; name every token once")
-    owner = _owners(batch, slots)
+    owner = owners(batch.start, batch.stop, slots)
     wrong = (owner < 0) | (slots < 0) | (slots >= len(batch.logp))
     if batch.mask is not None and len(slots):
         wrong |= batch.mask[np.where(wrong, 0, slots)] == 0
@@ -168,15 +168,15 @@ def _given(selected: npt.ArrayLike, batch: Batch) -> Int:
     return np.sort(slots)
 
 
-def _owners(batch: Batch, slots: Int) -> Int:
+def owners(start: Int, stop: Int, slots: Int) -> Int:
     """The completion of every slot, -1 where there is none."""
-    nonempty = np.flatnonzero(batch.stop > batch.start)
+    nonempty = np.flatnonzero(stop > start)
     if len(nonempty) == 0:
         return np.full(len(slots), -1)
-    order = nonempty[np.argsort(batch.start[nonempty], kind="stable")]
-    at = np.searchsorted(batch.start[order], slots, side="right") - 1
+    order = nonempty[np.argsort(start[nonempty], kind="stable")]
+    at = np.searchsorted(start[order], slots, side="right") - 1
     owner = np.where(at >= 0, order[at], -1)
-    return np.where((owner >= 0) & (slots < batch.stop[owner]), owner, -1)
+    return np.where((owner >= 0) & (slots < stop[owner]), owner, -1)
 
 
 def _alone(batch: Batch, slots: Int, owner: Int) -> Batch:

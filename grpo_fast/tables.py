@@ -506,6 +506,9 @@ OPTION_BOUNDS: dict[str, tuple[float, float]] = {
     "loss_scale_factor": (1e-6, -inf),
 }
 
+#: What multiplies whole losses may be at most this: then saturated ratios times it stay finite.
+OPTION_MOST = {"beta": 1e15, "num_processes": 1e15}
+
 STEP_FORMS = {
     "increment": "the step's own reward",
     "cumulative_sum": "running sum of the step rewards",

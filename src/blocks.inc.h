@@ -137,12 +137,14 @@ static void FN(surrogates)(const Plan *plan, FN(Block) *restrict b, int padded)
     case number:                                                           \
         for (int k = 0; k < padded; k++) {                                 \
             const FN(Kl) f = FN(name)(d[k], bound);                        \
-            b->kl[k] = f.value, b->kl_slope[k] = f.slope;                  \
+            b->kl[k] = f.value, b->kl_slope[k] = through ? f.both : f.slope; \
         }                                                                  \
         break;
 
+/* kl_slope is that of rho k over rho: k' + k where rho has a slope of its own. */
 static void FN(kls)(const Plan *plan, FN(Block) *restrict b, int padded)
 {
+    const int through = plan->rho == RHO_RATIO && plan->rho_level != LEVEL_SEQUENCE;
     const REAL bound = (REAL)plan->exp_bound, in = (REAL)plan->kl_clamp_in, out = (REAL)plan->kl_clamp_out;
     const int clamped = plan->kl_clamp_in != INFINITY;
     ALIGNED REAL held[BLOCK];
@@ -154,16 +156,16 @@ static void FN(kls)(const Plan *plan, FN(Block) *restrict b, int padded)
     const REAL *restrict d = clamped ? held : b->d;
     switch (plan->kl) { KLS(KL_LOOP) }
     if (clamped)
-        for (int k = 0; k < padded; k++) b->kl_slope[k] = held[k] == b->d[k] ? b->kl_slope[k] : 0;
+        for (int k = 0; k < padded; k++) b->kl_slope[k] = held[k] == b->d[k] ? b->kl_slope[k] : through ? b->kl[k] : 0;
     if (plan->kl_clamp_out != INFINITY)
         for (int k = 0; k < padded; k++) {
             REAL value = b->kl[k] > -out ? b->kl[k] : -out;
             value = value < out ? value : out;
-            b->kl_slope[k] = value == b->kl[k] ? b->kl_slope[k] : 0;
+            b->kl_slope[k] = value == b->kl[k] ? b->kl_slope[k] : through ? value : 0;
             b->kl[k] = value;
         }
     if (plan->kl_straight_through)
-        for (int k = 0; k < padded; k++) b->kl_slope[k] = -b->d[k];
+        for (int k = 0; k < padded; k++) b->kl_slope[k] = (through ? b->kl[k] : 0) - b->d[k];
 }
 
 static void FN(exps)(const REAL *restrict x, REAL *restrict r, REAL *restrict tail, REAL bound, int padded)
@@ -233,7 +235,6 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
 {
     const REAL weight = (REAL)shared->weight, kl_weight = (REAL)shared->kl_weight;
     const REAL own = plan->level == LEVEL_SEQUENCE ? 0 : 1;
-    const REAL rho_slope = plan->rho == RHO_RATIO && plan->rho_level != LEVEL_SEQUENCE ? 1 : 0;
     FLUSHED {
         REAL surrogate = 0, kl = 0, slopes = 0;
         FLUSH_END;
@@ -242,7 +243,7 @@ static void FN(combine)(const Plan *plan, const Shared *shared, FN(Block) *restr
             const REAL on = b->on[k], c = b->c[k], rho_kl = b->rho[k] * b->kl[k];
             surrogate += on * c * b->value[k];
             slopes += on * c * b->dlam[k];
-            const REAL kl_grad = kl_weight * (b->rho[k] * b->kl_slope[k] + rho_slope * rho_kl);
+            const REAL kl_grad = kl_weight * b->rho[k] * b->kl_slope[k];
             b->grad[k] = on * (weight * (c * (own * b->lam_slope[k] * b->dlam[k] + b->dlogp[k])) + kl_grad);
             /* 0 * NaN and 0 * inf are NaN: what is not finite, or overflows float32, shows in the sum, whatever came of it */
             kl += on * rho_kl + 0 * (b->logp[k] + b->old_logp[k] + b->lam[k] + b->d[k] + (REAL_IS_DOUBLE ? 0 : b->grad[k]));

@@ -153,23 +153,25 @@ SURROGATE(dro)
     CASE(0, clip) CASE(1, cispo) CASE(2, sapo) CASE(3, gpg) CASE(4, ratio) CASE(5, vespo) CASE(6, dppo_tv)      \
     CASE(7, dppo_kl) CASE(8, dro)
 
-/* ---- KL estimators of d = ref_logp - logp, with the slope in logp ---- */
+/* ---- KL estimators of d = ref_logp - logp, with the slope in logp, and the sum of the two, which is the slope
+ * under a ratio factor and would cancel ---- */
 
 typedef struct {
-    REAL value, slope;
+    REAL value, slope, both;
 } FN(Kl);
 
-static INLINE FN(Kl) FN(k1)(REAL d, REAL bound) { UNUSED(bound); return (FN(Kl)){-d, 1}; }
-static INLINE FN(Kl) FN(k2)(REAL d, REAL bound) { UNUSED(bound); return (FN(Kl)){d * d / 2, -d}; }
+static INLINE FN(Kl) FN(k1)(REAL d, REAL bound) { UNUSED(bound); return (FN(Kl)){-d, 1, 1 - d}; }
+static INLINE FN(Kl) FN(k2)(REAL d, REAL bound) { UNUSED(bound); return (FN(Kl)){d * d / 2, -d, d * d / 2 - d}; }
 static INLINE FN(Kl) FN(k3)(REAL d, REAL bound)
 {
     const FN(Exp) e = FN(exp)(d, bound);
-    return (FN(Kl)){e.tail, -e.expm1};
+    return (FN(Kl)){e.tail, -e.expm1, -d};
 }
 static INLINE FN(Kl) FN(kabs)(REAL d, REAL bound)
 {
     UNUSED(bound);
-    return (FN(Kl)){d < 0 ? -d : d, d < 0 ? 1 : d > 0 ? -1 : 0};
+    const REAL size = d < 0 ? -d : d, slope = d < 0 ? 1 : d > 0 ? -1 : 0;
+    return (FN(Kl)){size, slope, size + slope};
 }
 
 #undef KLS

@@ -116,7 +116,7 @@ static void share(const Plan *plan, Shared *shared, const Reduced *sums)
     double lam = plan->reduce == REDUCE_MEAN ? sums->pre / n : sums->pre;
     if (plan->weight_use == USE_LOG_OFFSET) lam += sums->log_weight;
     if (plan->weight_use != USE_MULTIPLY)
-        shared->surrogate_weight = plan->weight_use == USE_GEOMETRIC_MEAN ? exp(sums->log_weight / n) : 1;
+        shared->surrogate_weight = plan->weight_use == USE_GEOMETRIC_MEAN ? saturated_exp(sums->log_weight / n, plan->exp_bound) : 1;
     shared->lam = lam != lam ? lam : fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
     shared->lam_slope = shared->lam == lam;
     shared->log_rho = sums->x / n;

@@ -862,11 +862,9 @@ def our_kl(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) 
 
 
 def _threshold(text: str) -> Any:
-    parts = []
-    for part in text.split(","):
-        low, _, high = part.partition("_")
-        parts.append((float(low), float(high)) if high else float(low))
-    return parts if len(parts) > 1 else parts[0] if not isinstance(parts[0], tuple) else parts
+    """One threshold in the library's own form; several as verl spells them, which the library reads too."""
+    low, _, high = text.partition("_")
+    return text if "," in text else [(float(low), float(high))] if high else float(low)
 
 
 def _correct(batch: Ragged, options: Options, dtype: Any, backend: str) -> Any:

@@ -4,13 +4,15 @@ A loss: |difference| over the sum of the absolute values of its terms, which are
 every completion (so cancellation inside a completion makes the measure stricter, never looser).
 
 A gradient: N |difference| over max(1, N (|policy part| + |KL part|)) at every counted token, N counted tokens; the two
-parts are the framework's own, from a second call without the KL term. Masked tokens must be exactly 0.
+parts are the framework's own, from a second call without the KL term (and a third without the penalty that dro and
+kl_cov have in their policy part). Masked tokens must be exactly 0.
 
 Advantages, weights and other values: |difference| over max(1, |value|) for every completion or counted token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,16 +57,16 @@ def of_losses(
     terms: float,
     ours_grad: np.ndarray,
     grad: np.ndarray,
-    policy: np.ndarray,
+    parts: Sequence[np.ndarray],
     mask: np.ndarray,
 ) -> Difference:
-    """``terms``: the sum of absolute terms; ``policy``: the framework's gradient without the KL term."""
+    """``terms``: the sum of absolute terms; ``parts``: the framework's gradient, term by term."""
     assert np.isfinite(theirs), "the framework gave what is not a number"
     assert (ours_grad[~mask] == 0).all(), "the gradient of a masked slot is not 0"
     off = abs(float(ours) - theirs)
     n = max(int(mask.sum()), 1)
     grad_off = np.abs(ours_grad.astype(np.float64) - grad)[mask]
-    scale = np.maximum(1.0, n * (np.abs(policy) + np.abs(grad - policy)))[mask]
+    scale = np.maximum(1.0, n * sum(np.abs(part) for part in parts))[mask]
     if np.isnan(off) or np.isnan(grad_off).any():
         return Difference(np.inf, np.inf, np.inf, np.inf, True)
     relative = 0.0 if off == 0 else off / max(terms, 1e-300)

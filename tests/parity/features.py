@@ -109,7 +109,9 @@ def trl_loss(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str
     policy = cached(("trl", row.name, str(without)), batch, lambda: trl().loss(batch, **without))
     keywords = _our_trl_options(batch, options, dtype, backend)
     ours, terms = our_loss(batch, dtype, backend, options.get("beta", 0.0), **keywords)
-    return of_losses(ours.loss, theirs.value, terms, ours.grad, theirs.grad, policy.grad, batch.mask)
+    return of_losses(
+        ours.loss, theirs.value, terms, ours.grad, theirs.grad, (policy.grad, theirs.grad - policy.grad), batch.mask
+    )
 
 
 def _our_trl_options(batch: Ragged, options: Options, dtype: Any, backend: str) -> Options:
@@ -300,7 +302,17 @@ def verl_loss(row: Row, batch: Ragged, options: Options, dtype: Any, backend: st
     beta, keywords = options.get("beta") or 0.0, _our_verl_options(batch, options, dtype, backend)
     ours, terms = our_loss(batch, dtype, backend, beta, **keywords)
     mask = keywords.get("mask", batch.mask)
-    return of_losses(ours.loss, theirs.value, terms, ours.grad, theirs.grad, policy.grad, batch.mask & mask)
+    parts = [policy.grad, theirs.grad - policy.grad]
+    penalty = PENALTIES.get(options.get("loss_mode", ""))
+    if penalty is not None:
+        bare = {**without, "policy": {**without.get("policy", {}), **penalty}}
+        plain = cached(("verl", row.name, str(bare)), batch, lambda: _verl_call(batch, bare)).grad
+        parts = [plain, policy.grad - plain, parts[1]]
+    return of_losses(ours.loss, theirs.value, terms, ours.grad, theirs.grad, parts, batch.mask & mask)
+
+
+#: What takes the penalty out of a policy loss.
+PENALTIES: dict[str, Options] = {"dro": {"dro_beta": 1e-300}, "kl_cov": {"ppo_kl_coef": 0.0}}
 
 
 def _verl_call(batch: Ragged, options: Options) -> Any:
@@ -409,7 +421,9 @@ def verl_drawn(row: Row, batch: Ragged, options: Options, dtype: Any, backend: s
     policy = cached(("seeded", row.name, str(without)), batch, lambda: _seeded(batch, without))
     keywords = _our_verl_options(batch, {**options, "selected": True}, dtype, backend)
     ours, terms = our_loss(batch, dtype, backend, options.get("beta") or 0.0, **keywords)
-    return of_losses(ours.loss, theirs.value, terms, ours.grad, theirs.grad, policy.grad, batch.mask)
+    return of_losses(
+        ours.loss, theirs.value, terms, ours.grad, theirs.grad, (policy.grad, theirs.grad - policy.grad), batch.mask
+    )
 
 
 def _verl_losses() -> list[Row]:
@@ -848,11 +862,9 @@ def our_kl(row: Row, batch: Ragged, options: Options, dtype: Any, backend: str) 
 
 
 def _threshold(text: str) -> Any:
-    parts = []
-    for part in text.split(","):
-        low, _, high = part.partition("_")
-        parts.append((float(low), float(high)) if high else float(low))
-    return parts if len(parts) > 1 else parts[0] if not isinstance(parts[0], tuple) else parts
+    """One threshold in the library's own form; several as verl spells them, which the library reads too."""
+    low, _, high = text.partition("_")
+    return text if "," in text else [(float(low), float(high))] if high else float(low)
 
 
 def _correct(batch: Ragged, options: Options, dtype: Any, backend: str) -> Any:
@@ -1155,7 +1167,7 @@ def _global_counts(row: Row, batch: Ragged, options: Options, dtype: Any, backen
         batch, dtype, backend, 0.0, convention="verl", loss_type="gmpo",
         num_sequences=COUNTS["global_batch_size"], num_processes=COUNTS["dp_size"],
     )  # fmt: skip
-    return of_losses(ours.loss, theirs.value, terms, ours.grad, theirs.grad, theirs.grad, batch.mask)
+    return of_losses(ours.loss, theirs.value, terms, ours.grad, theirs.grad, (theirs.grad,), batch.mask)
 
 
 def _known_differences() -> list[Row]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_fast import correction_tables, tables
 from grpo_fast.conventions import CONVENTIONS, Convention
+from grpo_fast.tables import METHODS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -91,7 +92,11 @@ def methods() -> str:
         )
     parts += ["## Corrections"]
     for name, rows in named_tables(correction_tables):
-        fields = [field for field in next(iter(rows.values())).__dataclass_fields__ if field != "id"]
+        fields = [
+            field
+            for field in next(iter(rows.values())).__dataclass_fields__
+            if field not in ("id", "outside", "statistic")
+        ]
         parts.append(
             table(
                 [name.lower(), *fields],
@@ -127,6 +132,8 @@ def options(values: Mapping[str, Any]) -> str:
 def convention(row: Convention) -> str:
     parts = [f"## {row.name}", f"Version {row.version}, *{row.checked}*: {row.source}."]
     by_method = {name: row.loss_options(name) for name in row.methods}
+    modes = {name: options.pop("loss_agg_mode", None) for name, options in by_method.items()}
+    unnamed = {"loss_type": row.loss_type, "loss_agg_mode": modes[row.loss_type] or METHODS[row.loss_type].aggregation}
     shared = {
         k: v for k, v in by_method[row.loss_type].items() if all(o.get(k, _ABSENT) == v for o in by_method.values())
     }
@@ -134,10 +141,11 @@ def convention(row: Convention) -> str:
         table(
             ["what", "sets"],
             [
+                ["without `loss_type`", options(unnamed)],
                 ["every loss", options(shared)],
                 *(
                     [
-                        f"`{name}`" + (" (its default)" if name == row.loss_type else ""),
+                        f"`{name}`",
                         options({k: v for k, v in by_method[name].items() if shared.get(k, _ABSENT) != v}),
                     ]
                     for name in row.methods
@@ -161,7 +169,9 @@ _ABSENT = object()
 def conventions() -> str:
     intro = (
         "# Conventions\n\nWhat `convention=` sets, generated from `grpo_fast.convention_rows`. An explicit keyword "
-        "beats the convention, the convention beats the default; a loss type that is given keeps its own aggregation. "
+        "beats the convention, the convention beats the default. **A `loss_type` that is named keeps its own aggregation**: "
+        "`convention='verl'` alone is a token mean, with `loss_type='grpo'` it is the mean of GRPO's paper; pass "
+        "`loss_agg_mode` for another. "
         "*executed*: the framework's own functions gave the same numbers ([parity](parity.md)); *read*: its source was "
         "read. `gf.explain(a, b)` shows two of them side by side on a small batch."
     )

@@ -169,7 +169,8 @@ _ABSENT = object()
 def conventions() -> str:
     intro = (
         "# Conventions\n\nWhat `convention=` sets, generated from `grpo_fast.convention_rows`. An explicit keyword "
-        "beats the convention, the convention beats the default. **A `loss_type` that is named keeps its own aggregation**: "
+        "beats the convention, the convention beats the default. **A `loss_type` that is named keeps its own "
+        "aggregation**: "
         "`convention='verl'` alone is a token mean, with `loss_type='grpo'` it is the mean of GRPO's paper; pass "
         "`loss_agg_mode` for another. "
         "*executed*: the framework's own functions gave the same numbers ([parity](parity.md)); *read*: its source was "

@@ -378,6 +378,11 @@ def _token_weights(
         return None, None
     array = check.real("token_weight", weight)
     if level == "token":
+        if len(array) == len(counts) != ranges.n_slots:
+            raise ValueError(
+                f"token_weight: expected one entry per token ({ranges.n_slots}), got one per completion ({len(array)}); "
+                "pass weight_level='completion'"
+            )
         check.length("token_weight", array, ranges.n_slots, "token")
         return check.kernel_ready(array), None
     check.length("token_weight", array, len(counts), "completion")

@@ -23,6 +23,7 @@ from .tables import (
     METHODS,
     OPTION_BOUNDS,
     OPTION_MOST,
+    PEER_NAMES,
     SELECTIONS,
     SURROGATES,
     Method,
@@ -115,7 +116,7 @@ def resolve(
     chosen = loss_type
     if loss_type is None:
         loss_type = "grpo" if whose is None else whose.loss_type
-    method = CUSTOM if custom else METHODS[one_of("loss_type", loss_type, METHODS)]
+    method = CUSTOM if custom else METHODS[_named("loss_type", loss_type, METHODS)]
     if whose is not None and custom:
         given.add(whose.shared_options(given.explicit.get("kl_estimator")))
         method = replace(CUSTOM, aggregation=whose.loss.get("loss_agg_mode", METHODS[whose.loss_type].aggregation))
@@ -138,13 +139,20 @@ def resolve(
     return Resolved(c.Plan(**fields), weighing, method.surrogate, kl_weighing, method.selection, selection_options)
 
 
+def _named(option: str, value: Any, known: Iterable[str]) -> str:
+    if isinstance(value, str) and value in PEER_NAMES and PEER_NAMES[value] in known:
+        raise ValueError(f"{option}: {value!r} is called {PEER_NAMES[value]!r} here; pass that")
+    return one_of(option, value, known)
+
+
 CUSTOM = Method("", "seq-mean-token-mean", "the caller's function", levels=("token",))
 
 
 def _add_convention(given: _Given, whose: Convention, loss_type: str) -> None:
     if loss_type not in whose.methods:
+        token = "; its gspo is 'gspo_token' here" if loss_type == "gspo" and "gspo_token" in whose.methods else ""
         raise ValueError(
-            f"loss_type: {whose.name} {whose.version} has no {loss_type!r}; it has "
+            f"loss_type: {whose.name} {whose.version} has no {loss_type!r}{token}; it has "
             f"{', '.join(map(repr, whose.methods))}: choose one of them, or leave convention out"
         )
     level = given.explicit.get("importance_sampling_level")
@@ -239,7 +247,7 @@ def _kl(given: _Given, has_reference: bool) -> dict[str, Any]:
         return {}
     beta = given.one("beta", BETA_WITH_REFERENCE)
     options = given.take(names[:4])
-    estimator = one_of(
+    estimator = _named(
         "kl_estimator", options.get("kl_estimator", "k3"), [*KL_ESTIMATORS, *(f"{k}+" for k in KL_ESTIMATORS)]
     )
     factor = one_of("kl_ratio_factor", options.get("kl_ratio_factor", "none"), KL_RATIO_FACTORS)

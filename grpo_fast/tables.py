@@ -506,6 +506,12 @@ OPTION_BOUNDS: dict[str, tuple[float, float]] = {
     "loss_scale_factor": (1e-6, -inf),
 }
 
+#: What frameworks call what has another name here.
+PEER_NAMES = {
+    "vanilla": "grpo", "ppo": "grpo", "ppo_clip": "grpo", "regular": "grpo", "geo_mean": "gmpo", "reinforce": "gpg",
+    "low_var_kl": "k3", "kl": "k1", "mse": "k2", "low_var_kl+": "k3+", "kl+": "k1+", "mse+": "k2+",
+}  # fmt: skip
+
 #: What multiplies whole losses may be at most this: then saturated ratios times it stay finite.
 OPTION_MOST = {"beta": 1e15, "num_processes": 1e15}
 

@@ -97,14 +97,14 @@ def grpo_loss(
         array.reshape(-1),
         None if old_logp is None else flatten("old_logp", old_logp, shape),
         None if ref_logp is None else flatten("ref_logp", ref_logp, shape),
-        flatten("advantages", advantages, shape if advantage_level == "token" else rows),
+        _leveled("advantages", advantages, "advantage_level", advantage_level, shape),
         options,
         loss_type=loss_type,
         convention=convention,
         mask=flat_mask,
         token_weight=None
         if token_weight is None
-        else flatten("token_weight", token_weight, shape if weight_level == "token" else rows),
+        else _leveled("token_weight", token_weight, "weight_level", weight_level, shape),
         weight_level=weight_level,
         advantage_level=advantage_level,
         group_ids=group_ids,
@@ -118,6 +118,18 @@ def grpo_loss(
     return replace(result, grad=None if result.grad is None else result.grad.reshape(shape))
 
 
+def _leveled(name: str, values: npt.ArrayLike, option: str, level: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Flat, per token or per completion; an array of the other shape names the option."""
+    expected, other = (shape, shape[:-1]) if level == "token" else (shape[:-1], shape)
+    found = check.any_array(name, values).shape
+    if found == other != expected:
+        raise ValueError(
+            f"{name}: shape {found} is one per {'completion' if level == 'token' else 'token'}; "
+            f"pass {option}={'completion' if level == 'token' else 'token'!r}"
+        )
+    return flatten(name, values, expected)
+
+
 def grpo(
     rewards: npt.ArrayLike,
     logp: npt.ArrayLike,
@@ -125,6 +137,8 @@ def grpo(
     ref_logp: npt.ArrayLike | None,
     mask: npt.ArrayLike | None = None,
     *,
+    group_ids: Any = None,
+    group_offsets: npt.ArrayLike | None = None,
     convention: str | None = None,
     estimator: str | None = None,
     baseline: str | None = None,
@@ -140,8 +154,9 @@ def grpo(
 
     Parameters
     ----------
-    rewards : (P, G)
-    logp, old_logp, ref_logp, mask : (P, G, L), as in :func:`grpo_loss`
+    rewards : (P, G), or (B,) with ``group_ids`` or ``group_offsets``
+    logp, old_logp, ref_logp, mask : (P, G, L), or (B, L), as in :func:`grpo_loss`
+    group_ids, group_offsets : of the (B,) completions, as in :func:`grpo_fast.group_advantages`
     convention, as in both functions
     estimator, baseline, scale, ddof, eps, singleton, nan_policy
         As in :func:`grpo_fast.group_advantages`.
@@ -151,7 +166,7 @@ def grpo(
     Returns
     -------
     (advantages, LossResult)
-        ``advantages`` is (P, G), or (P, G, L) for an estimator of one number per token.
+        ``advantages`` is like ``rewards``, or like ``logp`` for an estimator of one number per token.
 
     Raises
     ------
@@ -171,13 +186,21 @@ def grpo(
     (array([[ 1., -1.]]), 0.0)
     """
     array = check.token_matrix("logp", logp)
-    reward_array = check.real("rewards", rewards, ndim=2)
+    flat = group_ids is not None or group_offsets is not None
+    reward_array = check.real("rewards", rewards, ndim=check.any_array("rewards", rewards).ndim)
     if array.shape[:-1] != reward_array.shape:
         raise ValueError(
             f"rewards: expected shape {array.shape[:-1]}, the leading dimensions of logp, got {reward_array.shape}; "
-            "both are (prompts, group size)"
+            "reshape one of them"
+        )
+    if reward_array.ndim != 2 - flat:
+        raise ValueError(
+            f"rewards: {reward_array.ndim} dimensions; pass (prompts, group size), or flat ones with group_ids or "
+            "group_offsets"
         )
     options: dict[str, Any] = {
+        "group_ids": group_ids,
+        "group_offsets": group_offsets,
         "convention": convention,
         "estimator": estimator,
         "baseline": baseline,
@@ -189,6 +212,8 @@ def grpo(
         "backend": backend,
     }
     loss_options = {"convention": convention, **loss_options, "backend": backend}
+    if flat:
+        loss_options |= {"group_ids": group_ids, "group_offsets": group_offsets}
     if not takes_tokens(options):
         advantages = group_advantages(reward_array, **options)
     elif estimator is not None and ESTIMATORS[estimator].level == "token":

@@ -380,7 +380,7 @@ def _token_weights(
     if level == "token":
         if len(array) == len(counts) != ranges.n_slots:
             raise ValueError(
-                f"token_weight: expected one entry per token ({ranges.n_slots}), got one per completion ({len(array)}); "
+                f"token_weight: expected one per token ({ranges.n_slots}), got one per completion ({len(array)}); "
                 "pass weight_level='completion'"
             )
         check.length("token_weight", array, ranges.n_slots, "token")

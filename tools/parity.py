@@ -35,7 +35,8 @@ How it is measured:
 
 * *value* of a loss: |difference| over the sum of the absolute values of its terms, the policy part and the KL part of
   every completion; of advantages, weights and rewards: |difference| over max(1, |value|), the largest;
-* *gradient*: N |difference| over max(1, N (|policy part| + |KL part|)), the largest over the N counted tokens;
+* *gradient*: N |difference| over max(1, N (|policy part| + |KL part|)), the largest over the N counted tokens (the
+  policy part of dro and kl_cov is two parts, one without their penalty);
 * *float32*: this library in float32 against the framework in float64 on the same numbers, which float32 holds exactly.
 
 Bounds, which `tests/parity` holds every row to: {float64:g} in float64 ({float32:g} where the framework computes in
@@ -65,8 +66,9 @@ def show(x: float) -> str:
 def line(row: Any, wide: Any, narrow: Any, whys: list[str]) -> str:
     mark = "executed"
     if row.why:
-        whys.append(f"{row.framework}, {row.name}: {row.why}.")
-        mark += f", {'differs' if row.differs else 'note'} {len(whys)}"
+        if row.why not in whys:
+            whys.append(row.why)
+        mark += f", {'differs' if row.differs else 'note'} {whys.index(row.why) + 1}"
     cells = [
         row.name, f"`{row.function}`", f"`{row.call}`", mark, show(wide.value_abs), show(wide.value_rel),
         *((show(wide.grad_abs), show(wide.grad_rel)) if wide.has_grad else ("", "")),
@@ -106,7 +108,7 @@ def main() -> int:
             within = wide.worst <= row.tolerance and (narrow is None or narrow.worst <= max(row.tolerance, FLOAT32))
             if within == row.differs:
                 bad.append(f"{framework}: {row.name}")
-    lines += ["\n## Notes\n", *(f"{k}. {why}" for k, why in enumerate(whys, 1))]
+    lines += ["\n## Notes\n", *(f"{k}. {why}." for k, why in enumerate(whys, 1))]
     if options.check:
         page = PAGE.read_text() if PAGE.exists() else ""
         bad += [f"{PAGE.name} has no row {row.name!r}" for row in ROWS if f"| {row.name} |" not in page]

@@ -7,7 +7,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 python3 -m venv "$env"
 . "$env/bin/activate"
 python -m pip install -q --upgrade pip
-pip install -q 'torch==2.13.0' --index-url https://download.pytorch.org/whl/cpu || pip install -q 'torch==2.13.0'
+pip install -q 'torch==2.13.0'
 pip install -q 'trl==1.16.0'
 pip install -q --no-deps 'verl==0.9.1'
 pip install -q 'ray[data]' tensordict omegaconf hydra-core codetiming orjson peft pybind11 pylatexenc \

@@ -153,7 +153,8 @@ def group_advantages(
     normalize_advantages : "none" (default) or "batch"
         One z-score over the advantages of the batch, with ``ddof`` and ``eps``.
     lengths : (n_completions,) numbers >= 0
-        For the length-weighted baseline; default: the counted tokens of ``token_offsets``, ``mask``.
+        For the length-weighted baseline, refused with another; default: the counted tokens of ``token_offsets``,
+        ``mask``.
     baseline_rewards : as rewards
         Of the greedy completion of the same prompt.
     k : int >= 1, at most the size of every group

@@ -116,7 +116,13 @@ def resolve(
         if of_convention.get(key) not in known:
             of_convention.pop(key, None)
     options = {**_HOUSE, **row.defaults, **of_convention, **row.definition, **row.conventions.get(framework, {})}
-    return _checked(name, framework or None, {**options, **explicit})
+    resolved = _checked(name, framework or None, {**options, **explicit})
+    if "lengths" in arrays and resolved.baseline != "length_weighted":
+        raise ValueError(
+            f"lengths: baseline={resolved.baseline!r} does not weigh by them; leave them out, or pass "
+            "baseline='length_weighted'"
+        )
+    return resolved
 
 
 def _estimator(estimator: str | None, aggregation: str | None) -> str:

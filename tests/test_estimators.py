@@ -417,6 +417,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**PAIR, "scale": "leave_one_out"}, "scale: no source combines 'leave_one_out' with baseline='mean'"),
     ({**PAIR, "baseline": "length_weighted"}, "lengths: the length-weighted baseline needs"),
     ({**PAIR, "baseline": "length_weighted", "lengths": [1, -2]}, "lengths: lengths[1]=-2.0 is negative"),
+    ({**PAIR, "lengths": [1, 2]}, "lengths: baseline='mean' does not weigh by them; leave them out"),
+    ({**PAIR, "lengths": [1, -2], "convention": "nemo-rl"}, "lengths: baseline='leave_one_out' does not weigh by them"),
+    ({**PAIR, "estimator": "rloo", "lengths": [1, 2]}, "lengths: estimator='rloo' has no use for it"),
     ({**PAIR, "estimator": "remax"}, "baseline_rewards: estimator='remax' cannot do without it"),
     (
         {**PAIR, "estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"},

@@ -133,7 +133,7 @@ def group_advantages(
           1 - 2 exp(old_logp) + sum_pi_squared, times the square of ``token_weight`` where given
         - "gdpo" with ``token_offsets`` (whitened over tokens), "remax" with ``token_rewards``
     convention : "trl", "verl", ..., None
-        Fills in what is left out below, see :func:`grpo_fast.convention`.
+        Fills in what is left out below, see :func:`grpo_fast.convention`, whose ``estimators`` are those it has.
     baseline : "mean" (default), "leave_one_out" (mean of the others), "length_weighted" or "none" (0)
         "length_weighted" is the mean in which a reward counts as often as the completion has tokens.
     scale : "group" (default; std of the group + eps), "batch" (std of all rewards + eps),
@@ -182,8 +182,8 @@ def group_advantages(
     ------
     ValueError, TypeError
         Naming the argument and the first bad row: a NaN (unless excluded) or an infinity, groups
-        that do not fit, a trajectory in two groups, unknown names, options that an estimator has no
-        use for or cannot do without, combinations that no source defines.
+        that do not fit, a trajectory in two groups, unknown names, an estimator that the convention does not
+        have, options that an estimator has no use for or cannot do without, combinations that no source defines.
 
     Notes
     -----

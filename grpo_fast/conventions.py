@@ -34,7 +34,7 @@ class Convention:
     levels: Mapping[str, Options]  # the importance sampling levels of those that take one, with what each changes
     kl: Options = field(default_factory=dict)  # options by KL estimator
     advantages: Options = field(default_factory=dict)  # options of group_advantages
-    estimators: Mapping[str, Options] = field(default_factory=dict)  # what each estimator changes
+    estimators: Mapping[str, Options] = field(default_factory=dict)  # those it has, with what each changes
     corrections: Options = field(default_factory=dict)  # options of importance_weights
     notes: tuple[str, ...] = ()  # where it differs from its own documentation, and what this row does
 

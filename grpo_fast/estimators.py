@@ -92,6 +92,11 @@ def resolve(
     row_of_convention = look_up(convention)
     name = _estimator(estimator, aggregation)
     row = ESTIMATORS[name]
+    if row_of_convention is not None and name not in row_of_convention.estimators:
+        raise ValueError(
+            f"estimator: {row_of_convention.name} {row_of_convention.version} has no {name!r}; it has "
+            f"{', '.join(map(repr, row_of_convention.estimators))}: choose one of them, or leave convention out"
+        )
     explicit = {key: value for key, value in given.items() if value is not None}
     for key in (*explicit, *sorted(arrays)):
         if key not in row.takes and key not in _ALWAYS and key not in row.definition:

@@ -153,7 +153,7 @@ def _advantage_settings(row: Convention) -> dict[str, tuple[str, Any]]:
     for name in _UNUSED.get(options["scale"], ()):
         options[name] = None
     lines = {name: (_ADVANTAGES[name][0], value) for name, value in options.items()}
-    lines["estimators"] = ("others it has settings for", ", ".join(row.estimators) or None)
+    lines["estimators"] = ("estimators it has", ", ".join(row.estimators) or None)
     return lines
 
 

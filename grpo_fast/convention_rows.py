@@ -91,10 +91,12 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "estimators": {**_CENTRED, "rloo": {"baseline": "leave_one_out", "scale": "none"}, "gdpo": {}},
         "corrections": {"mode": "sequence_mask", "clip_max": 3.0},
+        "reward_kl": {"beta": 0.05, "kl_estimator": "k1"},
         "notes": (
             "loss_type='cispo' with the default epsilon_high caps every weight at 0.2, as TRL does; 5.0 is recommended",
             "an empty completion, which TRL cannot hold, counts as a sequence; in gmpo it adds -A / B there and 0 "
             "here, without a gradient in either",
+            "reward_kl is RLOOTrainer's, the sum over a completion; GRPOTrainer has its KL in the loss",
             "divisions by gradient accumulation steps are left to the caller (num_processes takes them for dapo, cispo "
             "and vespo: num_processes * steps_per_generation / gradient_accumulation_steps)",
         ),
@@ -153,7 +155,9 @@ ROWS: dict[str, dict[str, Any]] = {
             **{name: {} for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
         },
         "corrections": {"clip_max": 2.0, "log_ratio_clamp": 20.0},
+        "reward_kl": {"beta": 0.001, "kl_estimator": "k1"},
         "notes": (
+            "the KL is in the reward, per token, with use_kl_in_reward=True",
             "rewards on masked slots are not summed into the score (verl-project/verl#6310)",
             "at r == dual_clip with A < 0 the whole gradient flows; verl gives half of it",
             "a batch without a counted token has loss 0; verl divides 0 by 0 without global counts",
@@ -186,9 +190,10 @@ ROWS: dict[str, dict[str, Any]] = {
             "dr_grpo": {"baseline": "mean", "scale": "none"},
         },
         "corrections": {"clip_min": 0.5, "clip_max": 5.0},
+        "reward_kl": {"beta": 0.01, "kl_estimator": "k1", "kl_clamp_out": 10.0},
         "notes": (
             "its whitened estimators (reinforce_baseline, gae) divide by a biased deviation, held from below: not here",
-            "the KL is part of the reward by default (k1, 0.01): see kl_in_reward; beta > 0 puts it in the loss",
+            "the KL is part of the reward by default (kl_in_reward); beta > 0 puts it in the loss",
             "advantages are clipped to [-10, 10] afterwards; that is left to the caller",
             "an all-masked batch is 0 / 0 there for sequence means, 0 here",
         ),
@@ -298,9 +303,11 @@ ROWS: dict[str, dict[str, Any]] = {
             "max_rl": {},
         },
         "corrections": {"mode": "token_truncate", "clip_max": 2.0, "log_ratio_clamp": 20.0},
+        "reward_kl": {"beta": 0.001, "kl_estimator": "k3"},
         "notes": (
             "reinforce++ starts anew after a masked token there, and gae is its own: neither is here",
             "dppo's value is -A r there and -A r logp here; the gradients are the same",
+            "the KL is in the reward, per token, with use_kl_in_reward=True (read)",
             "dual_clip=3.0 is a policy loss of its own there: pass it",
         ),
     },
@@ -322,9 +329,10 @@ ROWS: dict[str, dict[str, Any]] = {
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-5, "singleton": "zero"},
         "estimators": {**_CENTRED, "rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "raw"}},
         "corrections": {"mode": "token_mask", "clip_max": 5.0, "sequence_ratio": "geometric"},
+        "reward_kl": {"beta": 0.1, "kl_estimator": "k1", "kl_clamp_out": 10.0},
         "notes": (
             "its decoupled loss is a token_weight, importance_weights(old_logp, sampling_logp); denominators stay",
-            "the KL is part of the reward there (k1, coefficient 0.1, old against reference): see kl_in_reward",
+            "the KL is part of the reward there, old against reference (kl_in_reward)",
             "rows after the last full group are divided by 1e-5 there (inclusionAI/AReaL#1419); here they are a group",
         ),
     },

@@ -156,6 +156,7 @@ def convention(row: Convention) -> str:
                 ["estimators", code(row.estimators)],
                 *([f"estimator `{name}`", options(o)] for name, o in row.estimators.items() if o),
                 ["`importance_weights`", options(row.corrections)],
+                ["`kl_in_reward`", options(row.reward_kl_options())],
             ],
         )
     )

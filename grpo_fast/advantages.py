@@ -188,14 +188,18 @@ def group_advantages(
     Notes
     -----
     Statistics are in float64, in two passes with exact sums, so the order of rows cannot change a
-    bit. With a baseline, equal rewards give exactly 0. Equal means a range of at most 4 units in
+    bit. With a baseline, equal rewards give exactly 0, but for pkpo's "leave_one_out" (eq. 29 of its
+    paper), which takes k / (n - 1) off where k / n is given. grpo_passk gives 0 to every row of a
+    group with two winners: the second best is as good as the best. Equal means a range of at most 4 units in
     the last place at the largest magnitude, of float64 for such rewards, else of float32: two
     workers that compute the same score may differ by one, and that over eps would be an advantage
     of 0.6. 16-bit rewards are equal only where they are the same number.
 
     Under "verl", rewards on masked tokens are not summed into the score, as its documentation says
     and its code does not; a batch of one token is whitened to 0, where verl raises; "gae" is 0 on
-    masked tokens, where verl leaves the whitened running value. verl's optimal_token_baseline takes
+    masked tokens, where verl leaves the whitened running value; so is "remax", where verl leaves the
+    return to go. verl's grpo_vectorized, unlike its grpo, computes in float32 whatever the rewards:
+    it agrees with this to float32. verl's optimal_token_baseline takes
     slots for positions but counts tokens for lengths, which differ where the mask has holes; so
     does this, and the tir form is the one made for holes. The sum over i of pkpo's s_i grad log p_i
     is what is unbiased: with a mean over completions, multiply by their number.

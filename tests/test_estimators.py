@@ -458,6 +458,19 @@ def test_refused(arguments: dict[str, Any], message: str) -> None:
     assert "; " in str(error.value)
 
 
+def test_where_a_group_of_equals_is_no_zero_and_winners_are(backend: str) -> None:
+    pkpo: dict[str, Any] = {"estimator": "pkpo", "k": 2, "backend": backend}
+    found = gf.group_advantages([[3.0, 3.0, 3.0, 3.0]], **pkpo, baseline="leave_one_out")
+    np.testing.assert_allclose(found, np.full((1, 4), 3 * (2 / 4 - 2 / 3)), rtol=1e-14)
+    assert not gf.group_advantages([[3.0, 3.0, 3.0, 3.0]], **pkpo).any()
+    assert not gf.group_advantages([[1.0, 1.0, 0.0]], estimator="grpo_passk", backend=backend).any()
+    found = gf.group_advantages(
+        estimator="remax", convention="verl", token_rewards=[1.0, 1.0, 2.0], mask=[0, 1, 1], baseline_rewards=[0.5],
+        token_offsets=[0, 3], backend=backend,
+    )  # fmt: skip
+    assert found.tolist() == [0.0, 2.5, 1.5]
+
+
 @pytest.mark.parametrize("name", conventions.CONVENTIONS)
 def test_a_convention_computes_the_estimators_it_has(name: str, backend: str) -> None:
     row = conventions.CONVENTIONS[name]

@@ -419,7 +419,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _shown(a: Any, b: Any) -> tuple[str, str]:
     """Both as text, with as many digits as it takes to see that they differ."""
-    for digits in (6, 9, 12, 17):
+    for digits in (7, 9, 12, 17):
         left, right = (_text(value, digits) for value in (a, b))
         if left != right or _same(a, b):
             break

@@ -97,6 +97,11 @@ def test_shown_numbers_differ_where_numbers_do() -> None:
     raise AssertionError("no such line")
 
 
+def test_numbers_are_shown_with_seven_digits() -> None:
+    line = next(line for line in str(explain("verl")).splitlines() if line.startswith("  winner "))
+    assert line.split()[1] == "1.499997"
+
+
 def test_numbers_are_those_of_the_library() -> None:
     found = by_name(explain("trl", "verl"), "advantages of an example")
     np.testing.assert_allclose((found["winner"].a, found["winner"].b), (0.75 / (0.5 + 1e-4), 0.75 / (0.5 + 1e-6)))

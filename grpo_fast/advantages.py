@@ -133,7 +133,7 @@ def group_advantages(
           1 - 2 exp(old_logp) + sum_pi_squared, times the square of ``token_weight`` where given
         - "gdpo" with ``token_offsets`` (whitened over tokens), "remax" with ``token_rewards``
     convention : "trl", "verl", ..., None
-        Fills in what is left out below, see :func:`grpo_fast.convention`.
+        Fills in what is left out below, see :func:`grpo_fast.convention`, whose ``estimators`` are those it has.
     baseline : "mean" (default), "leave_one_out" (mean of the others), "length_weighted" or "none" (0)
         "length_weighted" is the mean in which a reward counts as often as the completion has tokens.
     scale : "group" (default; std of the group + eps), "batch" (std of all rewards + eps),
@@ -153,7 +153,8 @@ def group_advantages(
     normalize_advantages : "none" (default) or "batch"
         One z-score over the advantages of the batch, with ``ddof`` and ``eps``.
     lengths : (n_completions,) numbers >= 0
-        For the length-weighted baseline; default: the counted tokens of ``token_offsets``, ``mask``.
+        For the length-weighted baseline, refused with another; default: the counted tokens of ``token_offsets``,
+        ``mask``.
     baseline_rewards : as rewards
         Of the greedy completion of the same prompt.
     k : int >= 1, at most the size of every group
@@ -181,20 +182,24 @@ def group_advantages(
     ------
     ValueError, TypeError
         Naming the argument and the first bad row: a NaN (unless excluded) or an infinity, groups
-        that do not fit, a trajectory in two groups, unknown names, options that an estimator has no
-        use for or cannot do without, combinations that no source defines.
+        that do not fit, a trajectory in two groups, unknown names, an estimator that the convention does not
+        have, options that an estimator has no use for or cannot do without, combinations that no source defines.
 
     Notes
     -----
     Statistics are in float64, in two passes with exact sums, so the order of rows cannot change a
-    bit. With a baseline, equal rewards give exactly 0. Equal means a range of at most 4 units in
+    bit. With a baseline, equal rewards give exactly 0, but for pkpo's "leave_one_out" (eq. 29 of its
+    paper), which takes k / (n - 1) off where k / n is given. grpo_passk gives 0 to every row of a
+    group with two winners: the second best is as good as the best. Equal means a range of at most 4 units in
     the last place at the largest magnitude, of float64 for such rewards, else of float32: two
     workers that compute the same score may differ by one, and that over eps would be an advantage
     of 0.6. 16-bit rewards are equal only where they are the same number.
 
     Under "verl", rewards on masked tokens are not summed into the score, as its documentation says
     and its code does not; a batch of one token is whitened to 0, where verl raises; "gae" is 0 on
-    masked tokens, where verl leaves the whitened running value. verl's optimal_token_baseline takes
+    masked tokens, where verl leaves the whitened running value; so is "remax", where verl leaves the
+    return to go. verl's grpo_vectorized, unlike its grpo, computes in float32 whatever the rewards:
+    it agrees with this to float32. verl's optimal_token_baseline takes
     slots for positions but counts tokens for lengths, which differ where the mask has holes; so
     does this, and the tir form is the one made for holes. The sum over i of pkpo's s_i grad log p_i
     is what is unbiased: with a mean over completions, multiply by their number.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from .tables import ESTIMATORS
+
 _TOKEN = {"importance_sampling_level": "token", "levels": ("token",)}
 _SEQUENCE = {"importance_sampling_level": "sequence", "levels": ("sequence",)}
 _SEQUENCE_TOKEN = {"importance_sampling_level": "sequence_token", "levels": ("sequence_token",)}
 _SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 _VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 _EXCLUDE = {"nan_policy": "exclude"}
+_CENTRED: dict[str, Any] = {"grpo": {}, "dr_grpo": {}}  # with and without a deviation
 _VERL_TOKEN_CLIP = {"dual_clip": 3.0, "log_ratio_clamp": 20.0}
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -43,6 +46,7 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "levels": {"token": {}, "sequence": {}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 0, "eps": 1e-8, "singleton": "zero"},
+        "estimators": {name: {} for name in ESTIMATORS},
         "notes": (
             "the papers of cispo, gpg, dppo and dro leave bounds to the reader: there the library's defaults hold",
             "GSPO's clip range is its paper's 3e-4 and 4e-4, GMPO's is e^-0.4 to e^0.4, DAPO's upper end 1.28",
@@ -85,12 +89,14 @@ ROWS: dict[str, dict[str, Any]] = {
             "nan_policy": "exclude",
             "multi_objective_aggregation": "sum_then_normalize",
         },
-        "estimators": {"rloo": {"baseline": "leave_one_out", "scale": "none"}},
+        "estimators": {**_CENTRED, "rloo": {"baseline": "leave_one_out", "scale": "none"}, "gdpo": {}},
         "corrections": {"mode": "sequence_mask", "clip_max": 3.0},
+        "reward_kl": {"beta": 0.05, "kl_estimator": "k1"},
         "notes": (
             "loss_type='cispo' with the default epsilon_high caps every weight at 0.2, as TRL does; 5.0 is recommended",
             "an empty completion, which TRL cannot hold, counts as a sequence; in gmpo it adds -A / B there and 0 "
             "here, without a gradient in either",
+            "reward_kl is RLOOTrainer's, the sum over a completion; GRPOTrainer has its KL in the loss",
             "divisions by gradient accumulation steps are left to the caller (num_processes takes them for dapo, cispo "
             "and vespo: num_processes * steps_per_generation / gradient_accumulation_steps)",
         ),
@@ -141,11 +147,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "kl": {"k3": {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "raw"},
         "estimators": {
+            **_CENTRED,
             "rloo": {"baseline": "leave_one_out", "scale": "none"},
             "opo": {"baseline": "length_weighted", "scale": "none"},
+            **{name: {} for name in ("gpg", "grpo_passk", "gdpo", "remax", "reinforce_plus_plus")},
+            **{name: {} for name in ("reinforce_plus_plus_baseline", "gae")},
+            **{name: {} for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
         },
         "corrections": {"clip_max": 2.0, "log_ratio_clamp": 20.0},
+        "reward_kl": {"beta": 0.001, "kl_estimator": "k1"},
         "notes": (
+            "the KL is in the reward, per token, with use_kl_in_reward=True",
             "rewards on masked slots are not summed into the score (verl-project/verl#6310)",
             "at r == dual_clip with A < 0 the whole gradient flows; verl gives half of it",
             "a batch without a counted token has loss 0; verl divides 0 by 0 without global counts",
@@ -173,12 +185,15 @@ ROWS: dict[str, dict[str, Any]] = {
         "levels": {"token": {"log_ratio_clamp": 20.0}, "sequence": {}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-9, "singleton": "error"},
         "estimators": {
+            "grpo": {},
             "rloo": {"baseline": "leave_one_out", "scale": "none"},
             "dr_grpo": {"baseline": "mean", "scale": "none"},
         },
         "corrections": {"clip_min": 0.5, "clip_max": 5.0},
+        "reward_kl": {"beta": 0.01, "kl_estimator": "k1", "kl_clamp_out": 10.0},
         "notes": (
-            "the KL is part of the reward by default (k1, 0.01): see kl_in_reward; beta > 0 puts it in the loss",
+            "its whitened estimators (reinforce_baseline, gae) divide by a biased deviation, held from below: not here",
+            "the KL is part of the reward by default (kl_in_reward); beta > 0 puts it in the loss",
             "advantages are clipped to [-10, 10] afterwards; that is left to the caller",
             "an all-masked batch is 0 / 0 there for sequence means, 0 here",
         ),
@@ -212,7 +227,10 @@ ROWS: dict[str, dict[str, Any]] = {
             "eps": 1e-6,
             "singleton": "zero",
         },
+        "estimators": {**_CENTRED, "rloo": {}},
         "notes": (
+            "rloo and dr_grpo are its normalize_rewards=False, with and without use_leave_one_out_baseline",
+            "gdpo and reinforce_plus_plus have another deviation there, and are not here",
             "the deviation is two-pass here; E[x^2] - E[x]^2 in float32 is off there (NVIDIA-NeMo/RL#4158)",
             "since 2026-07 its KL gradient has a score-function term by default; this row is the KL without it",
         ),
@@ -239,6 +257,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "levels": {"token": {}, "sequence": {}},
         "kl": {"k3": {"kl_clamp_out": 10.0}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "zero"},
+        "estimators": _CENTRED,
         "corrections": {"mode": "token_truncate", "clip_min": 0.0, "clip_max": 2.0, "threshold": 1e-4},
         "notes": ("groups of unequal size become one group of the whole batch there; here every group is its own",),
     },
@@ -278,10 +297,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "levels": {"token": {}, "sequence_token": {}},
         "kl": {"k3": {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "raw"},
-        "estimators": {"rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "zero"}},
+        "estimators": {
+            **_CENTRED,
+            "rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "zero"},
+            "max_rl": {},
+        },
         "corrections": {"mode": "token_truncate", "clip_max": 2.0, "log_ratio_clamp": 20.0},
+        "reward_kl": {"beta": 0.001, "kl_estimator": "k3"},
         "notes": (
+            "reinforce++ starts anew after a masked token there, and gae is its own: neither is here",
             "dppo's value is -A r there and -A r logp here; the gradients are the same",
+            "the KL is in the reward, per token, with use_kl_in_reward=True (read)",
             "dual_clip=3.0 is a policy loss of its own there: pass it",
         ),
     },
@@ -301,11 +327,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "methods": {"grpo": _TOKEN, "dapo": _TOKEN, "gspo": _SEQUENCE, "sapo": {**_TOKEN, **_SAPO}},
         "levels": {"token": {}, "sequence": {}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-5, "singleton": "zero"},
-        "estimators": {"rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "raw"}},
+        "estimators": {**_CENTRED, "rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "raw"}},
         "corrections": {"mode": "token_mask", "clip_max": 5.0, "sequence_ratio": "geometric"},
+        "reward_kl": {"beta": 0.1, "kl_estimator": "k1", "kl_clamp_out": 10.0},
         "notes": (
             "its decoupled loss is a token_weight, importance_weights(old_logp, sampling_logp); denominators stay",
-            "the KL is part of the reward there (k1, coefficient 0.1, old against reference): see kl_in_reward",
+            "the KL is part of the reward there, old against reference (kl_in_reward)",
             "rows after the last full group are divided by 1e-5 there (inclusionAI/AReaL#1419); here they are a group",
         ),
     },
@@ -324,7 +351,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "methods": {"dppo_tv": _TOKEN},
         "levels": {"token": {}},
         "advantages": {"baseline": "mean", "scale": "none", "singleton": "zero"},
-        "estimators": {"max_rl": {}},
+        "estimators": {**_CENTRED, "max_rl": {}},
         "notes": (
             "old_logp and ref_logp are the sampling engine's: its kl_tau (log r)^2 is k2 with beta = 2 kl_tau",
             "dppo's value is -A r there and -A r logp here; the gradients are the same",
@@ -351,6 +378,7 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "levels": {"token": {}},
         "advantages": {"baseline": "mean", "scale": "none", "ddof": 0, "eps": 1e-8, "singleton": "zero"},
+        "estimators": {**_CENTRED, "max_rl": {}},
         "corrections": {"mode": "token_truncate", "clip_max": 2.0, "log_ratio_clamp": 10.0},
         "notes": ("scale='group' is its advantage_normalization_type='standard'",),
     },
@@ -367,6 +395,7 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "levels": {"token": {}},
         "advantages": {"baseline": "mean", "scale": "none", "singleton": "zero"},
+        "estimators": _CENTRED,
         "notes": (
             "old_logp are the sampler's; every loss is a sum: pass loss_agg_mode='token-sum' with a loss_type",
             "advantages were executed, losses run on its server and were read",
@@ -393,8 +422,9 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "levels": {"token": {}, "sequence": {}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-4, "singleton": "zero", **_EXCLUDE},
+        "estimators": {**_CENTRED, "gdpo": {}},
         "notes": (
-            "it has no advantages of its own: those of TRL, whose trainer calls it",
+            "it has no advantages of its own: those of TRL, whose GRPO trainer calls it",
             "luspo at the token level averages over masked slots too there; here over counted tokens only",
             "its Triton kernel's epsilon_high defaults to 0.4; this row is the chunked loss",
         ),
@@ -414,6 +444,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "methods": {"grpo": _TOKEN, "dapo": _TOKEN},
         "levels": {"token": {}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-4, "singleton": "error"},
+        "estimators": {"grpo": {}},
         "notes": (
             "denominators have 1e-8 added there",
             "GRPOCompletionLoss sums over the whole batch where it means a row; not reproduced",
@@ -440,6 +471,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "levels": {"token": {"log_ratio_clamp": 20.0}, "sequence_token": {"log_ratio_clamp": 20.0}},
         "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "error"},
         "estimators": {
+            "grpo": {},
             "rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "zero"},
             "dr_grpo": {"baseline": "mean", "scale": "none"},
         },

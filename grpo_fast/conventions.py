@@ -34,8 +34,9 @@ class Convention:
     levels: Mapping[str, Options]  # the importance sampling levels of those that take one, with what each changes
     kl: Options = field(default_factory=dict)  # options by KL estimator
     advantages: Options = field(default_factory=dict)  # options of group_advantages
-    estimators: Mapping[str, Options] = field(default_factory=dict)  # what each estimator changes
+    estimators: Mapping[str, Options] = field(default_factory=dict)  # those it has, with what each changes
     corrections: Options = field(default_factory=dict)  # options of importance_weights
+    reward_kl: Options = field(default_factory=dict)  # options of kl_in_reward, where it can put the KL in the reward
     notes: tuple[str, ...] = ()  # where it differs from its own documentation, and what this row does
 
     @property
@@ -66,6 +67,13 @@ class Convention:
         options = {**self.loss, **self.kl.get(estimator, {})}
         return {name: options[name] for name in names if options.get(name) is not None}
 
+    def reward_kl_options(self, kl_estimator: str | None = None) -> dict[str, Any]:
+        """Options of :func:`grpo_fast.kl_in_reward`, with the clamps of the estimator; none where it has no such KL."""
+        if not self.reward_kl:
+            return {}
+        estimator = kl_estimator or self.reward_kl["kl_estimator"]
+        return {**self.kl.get(estimator, {}), **self.reward_kl, "kl_estimator": estimator}
+
     def __str__(self) -> str:
         return f"{self.name}=={self.version} ({self.checked}: {self.source})"
 
@@ -93,7 +101,7 @@ def convention(name: str) -> Convention:
     Returns
     -------
     Convention
-        Print it, or look at ``loss``, ``methods``, ``advantages``, ``corrections`` and ``notes``.
+        Print it, or look at ``loss``, ``methods``, ``advantages``, ``corrections``, ``reward_kl`` and ``notes``.
 
     Raises
     ------
@@ -139,3 +147,28 @@ def correction_options(name: str | None) -> dict[str, Any]:
     """What a convention sets of :func:`grpo_fast.importance_weights`."""
     row = look_up(name)
     return {} if row is None else dict(row.corrections)
+
+
+def reward_kl_options(name: str | None, kl_estimator: str | None) -> dict[str, Any]:
+    """What a convention sets of :func:`grpo_fast.kl_in_reward`, for a KL estimator, or for its own.
+
+    Raises ValueError where the framework cannot put the KL in the reward.
+    """
+    row = look_up(name)
+    if row is None:
+        return {}
+    if not row.reward_kl:
+        raise ValueError(
+            f"beta: {row.name} {row.version} puts no KL in the reward and has none to give; leave convention out and "
+            f"pass beta, or choose one of {_with_reward_kl()}"
+        )
+    return row.reward_kl_options(kl_estimator)
+
+
+def _with_reward_kl() -> str:
+    return ", ".join(repr(name) for name, row in CONVENTIONS.items() if row.reward_kl)
+
+
+def no_reward_kl() -> ValueError:
+    """Where nothing tells the coefficient."""
+    return ValueError(f"beta: there is no default for it; pass one, or convention= with one of {_with_reward_kl()}")

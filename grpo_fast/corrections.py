@@ -62,9 +62,10 @@ def importance_weights(
         with counted tokens. Weights that are all 0 are not divided.
     reject : one or several rows of :data:`grpo_fast.correction_tables.REJECTIONS`, in a list or joined by commas
         A token stays when all of them let it.
-    reject_threshold : one for all, or a list with one for each
+    reject_threshold : one for all, or a list with one for each, as in [(0.5, 2.0), 0.1]
         For k1 a pair of ratios (low, high), keeping log low <= -x <= log high; a single v is (1 / v, v). For k2 and k3
-        the largest value that stays.
+        the largest value that stays. Beside one k1 name, two numbers are its pair; beside two k1 names they are
+        refused: [(low, high)] is one pair for both, [(v,), (w,)] a ratio for each.
     log_ratio_clamp : holds x (in the sequence modes log R) in [-c, c] before exp
         Default none, 20 under verl.
     unscored : "one" or "error"
@@ -73,7 +74,9 @@ def importance_weights(
         1 = the token counts. Masked slots may hold anything and are 0 in what comes back.
     preset : a row of :data:`grpo_fast.correction_tables.PRESETS`
         Options by the name somebody published them under: verl's, OpenRLHF's, decoupled PPO. In the ``bypass`` rows
-        ``old_logp`` is the policy in training itself.
+        ``old_logp`` is the policy in training itself. Keywords beat the preset: bounds and thresholds tune it, a
+        ``mode`` adds weights to a preset that only rejects, a ``reject`` to one that only weighs. A mode or reject
+        other than the preset's own is refused.
     convention : "trl", "verl", "openrlhf", "slime", "areal", "open-instruct" ...
         What that framework sets where no keyword and no preset does.
     backend : "cython", "numba" or "numpy"; None is the one in force

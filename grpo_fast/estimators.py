@@ -92,6 +92,11 @@ def resolve(
     row_of_convention = look_up(convention)
     name = _estimator(estimator, aggregation)
     row = ESTIMATORS[name]
+    if row_of_convention is not None and name not in row_of_convention.estimators:
+        raise ValueError(
+            f"estimator: {row_of_convention.name} {row_of_convention.version} has no {name!r}; it has "
+            f"{', '.join(map(repr, row_of_convention.estimators))}: choose one of them, or leave convention out"
+        )
     explicit = {key: value for key, value in given.items() if value is not None}
     for key in (*explicit, *sorted(arrays)):
         if key not in row.takes and key not in _ALWAYS and key not in row.definition:
@@ -116,7 +121,13 @@ def resolve(
         if of_convention.get(key) not in known:
             of_convention.pop(key, None)
     options = {**_HOUSE, **row.defaults, **of_convention, **row.definition, **row.conventions.get(framework, {})}
-    return _checked(name, framework or None, {**options, **explicit})
+    resolved = _checked(name, framework or None, {**options, **explicit})
+    if "lengths" in arrays and resolved.baseline != "length_weighted":
+        raise ValueError(
+            f"lengths: baseline={resolved.baseline!r} does not weigh by them; leave them out, or pass "
+            "baseline='length_weighted'"
+        )
+    return resolved
 
 
 def _estimator(estimator: str | None, aggregation: str | None) -> str:

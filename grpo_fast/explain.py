@@ -19,6 +19,7 @@ from .conventions import Convention
 from .corrections import importance_weights
 from .losses import grpo_loss
 from .methods import Resolved, resolve
+from .reward_kl import kl_in_reward
 from .tables import METHODS
 
 _T = TypeVar("_T")
@@ -127,6 +128,8 @@ def _side(row: Convention, loss_type: str | None, backend: str | None) -> Lines:
         **_loss_numbers(row, loss_type, backend),
         **_section("importance weights", _correction_settings(row)),
         **_section("importance weights of an example", _correction_numbers(row, backend)),
+        **_section("KL in the reward", _reward_kl_settings(row)),
+        **_section("KL in the reward of an example", _reward_kl_numbers(row, backend)),
     }
 
 
@@ -153,7 +156,7 @@ def _advantage_settings(row: Convention) -> dict[str, tuple[str, Any]]:
     for name in _UNUSED.get(options["scale"], ()):
         options[name] = None
     lines = {name: (_ADVANTAGES[name][0], value) for name, value in options.items()}
-    lines["estimators"] = ("others it has settings for", ", ".join(row.estimators) or None)
+    lines["estimators"] = ("estimators it has", ", ".join(row.estimators) or None)
     return lines
 
 
@@ -375,6 +378,35 @@ def _correction_numbers(row: Convention, backend: str | None) -> dict[str, tuple
     return {name: (words, float(weight) if stays else 0.0) for name, weight, stays in zip(_DRIFT, *first, strict=True)}
 
 
+_REWARD_KL = {
+    "beta": "weight of the KL taken off the reward",
+    "kl_estimator": "its estimator",
+    "kl_clamp_in": "ref_logp - old_logp is held in +-",
+    "kl_clamp_out": "the estimate is held in +-",
+}
+
+
+def _reward_kl_settings(row: Convention) -> dict[str, tuple[str, Any]]:
+    options = row.reward_kl_options()
+    return {name: (words, options.get(name)) for name, words in _REWARD_KL.items()}
+
+
+def _reward_kl_numbers(row: Convention, backend: str | None) -> dict[str, tuple[str, Any]]:
+    """The reward 1 of completions of one token."""
+    tokens = [token for token in _TOKENS if token.reference and token.counts]
+    words = {
+        token.name: f"a reward of 1, ref_logp {token.name.removeprefix('reference ')} old_logp" for token in tokens
+    }
+    if not row.reward_kl:
+        return {name: (text, None) for name, text in words.items()}
+    old = np.full(len(tokens), -1.0)
+    found, _ = kl_in_reward(
+        np.ones(len(tokens)), old, old + [token.reference for token in tokens], np.arange(len(tokens) + 1),
+        convention=row.name, backend=backend,
+    )  # fmt: skip
+    return {name: (text, value) for (name, text), value in zip(words.items(), found.tolist(), strict=True)}
+
+
 # --- Text
 
 
@@ -387,7 +419,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _shown(a: Any, b: Any) -> tuple[str, str]:
     """Both as text, with as many digits as it takes to see that they differ."""
-    for digits in (6, 9, 12, 17):
+    for digits in (7, 9, 12, 17):
         left, right = (_text(value, digits) for value in (a, b))
         if left != right or _same(a, b):
             break

@@ -11,6 +11,7 @@ from . import _backends
 from . import _validate as check
 from ._contract import Double, Int
 from .advantages import finite_rewards
+from .conventions import no_reward_kl, reward_kl_options
 from .losses import Ranges, evaluate, kl
 from .tables import KL_ESTIMATORS, NAN_POLICIES
 
@@ -103,14 +104,15 @@ def kl_in_reward(
     ref_logp: npt.ArrayLike,
     token_offsets: npt.ArrayLike,
     *,
-    beta: float | FixedKLController | AdaptiveKLController,
-    kl_estimator: str = "k1",
+    beta: float | FixedKLController | AdaptiveKLController | None = None,
+    kl_estimator: str | None = None,
     kl_clamp_in: float | None = None,
     kl_clamp_out: float | None = None,
     mask: npt.ArrayLike | None = None,
     level: str = "completion",
     reward_level: str = "completion",
     nan_policy: str | None = None,
+    convention: str | None = None,
     n_threads: int | None = None,
     backend: str | None = None,
 ) -> tuple[npt.NDArray[Any], dict[str, float]]:
@@ -121,15 +123,16 @@ def kl_in_reward(
 
     Parameters
     ----------
-    rewards : (n_completions,), or (n_tokens,) with ``reward_level="token"``
+    rewards : (n_completions,) or (P, G) with P G = n_completions, or (n_tokens,) with ``reward_level="token"``
     old_logp, ref_logp : (n_tokens,) float16, bfloat16, float32 or float64
         Log-probabilities of the sampled tokens when they were sampled, and under the reference.
     token_offsets : (n_completions + 1,) integers
         Tokens of completion i are ``[token_offsets[i], token_offsets[i + 1])``.
     beta : number >= 0, or a controller, whose ``beta`` is taken and not updated
+        Needed without a ``convention``.
     kl_estimator : "k1" (default), "k2", "k3" or "abs", of d = ref_logp - old_logp, as in :func:`grpo_fast.kl`
     kl_clamp_in, kl_clamp_out : numbers > 0
-        Bounds on |d| and on the value. verl's k3 has 20 and 10.
+        Bounds on |d| and on the value; default none. verl's k3 has 20 and 10.
     mask : (n_tokens,) bool or 0/1
         1 = the token counts. Masked slots may hold anything, NaN included.
     level : "completion" (default; TRL's RLOO) or "token" (verl)
@@ -138,12 +141,15 @@ def kl_in_reward(
         What ``rewards`` are; rewards per token need ``level="token"``.
     nan_policy : "error" (default) or "exclude"
         Whether a reward may be NaN and stay so, for :func:`grpo_fast.group_advantages` to exclude.
+    convention : "trl" (its RLOO), "verl", "openrlhf", "skyrl", "areal" or None
+        Fills in beta, estimator and clamps where they are left out, see ``reward_kl`` of :func:`grpo_fast.convention`.
     n_threads, backend : as in :func:`grpo_fast.grpo_loss`
 
     Returns
     -------
     (rewards, metrics)
-        (n_completions,) or (n_tokens,) of the rewards' float dtype (float64 for integers and bools).
+        (n_completions,), or (P, G) for such rewards, or (n_tokens,) of the rewards' float dtype (float64
+        for integers and bools).
         Of ``metrics``:
 
         - ``reward_kl_penalty``: mean over completions of their mean KL per token, without beta; what
@@ -157,7 +163,8 @@ def kl_in_reward(
     ------
     ValueError, TypeError
         Naming the argument and the first bad index: lengths that disagree, numbers that are not finite on
-        counted tokens, rewards that are NaN (unless excluded), unknown names.
+        counted tokens, rewards that are NaN (unless excluded), unknown names; no ``beta`` from a keyword or a
+        convention, a convention that puts no KL in the reward.
 
     Notes
     -----
@@ -180,11 +187,22 @@ def kl_in_reward(
     (array([0.975, 0.1  ]), -0.4375)
     >>> gf.kl_in_reward([1.0, 0.0], old, ref, [0, 2, 3], beta=0.1, level="token")[0]
     array([-0.05 ,  1.025,  0.1  ])
+    >>> gf.kl_in_reward([1.0, 0.0], old, ref, [0, 2, 3], convention="trl")[0]
+    array([0.9875, 0.05  ])
     """
     old = check.log_probs("old_logp", old_logp)
     offsets = check.offsets("token_offsets", token_offsets, len(old), "old_logp")
-    return shape_ranges(
-        rewards,
+    array = check.any_array("rewards", rewards)
+    grid = array.shape if array.ndim == 2 and reward_level == "completion" else None
+    if grid is not None:
+        array = array.reshape(-1)
+        if len(array) != len(offsets) - 1:
+            raise ValueError(
+                f"rewards: shape {grid} is {len(array)} rewards, and there are {len(offsets) - 1} completions; pass "
+                "one for each, as (n_completions,) or as (P, G)"
+            )
+    values, metrics = shape_ranges(
+        array,
         old,
         ref_logp,
         Ranges(offsets[:-1], offsets[1:], len(old), packed=True),
@@ -196,9 +214,11 @@ def kl_in_reward(
         level=level,
         reward_level=reward_level,
         nan_policy=nan_policy,
+        convention=convention,
         n_threads=n_threads,
         backend=backend,
     )
+    return (values if grid is None or level == "token" else values.reshape(grid)), metrics
 
 
 def shape_ranges(
@@ -208,13 +228,14 @@ def shape_ranges(
     ranges: Ranges,
     *,
     beta: Any,
-    kl_estimator: str,
+    kl_estimator: str | None,
     kl_clamp_in: float | None,
     kl_clamp_out: float | None,
     mask: npt.ArrayLike | None,
     level: str,
     reward_level: str,
     nan_policy: str | None,
+    convention: str | None,
     n_threads: int | None,
     backend: str | None,
 ) -> tuple[npt.NDArray[Any], dict[str, float]]:
@@ -227,12 +248,16 @@ def shape_ranges(
         )
     if isinstance(beta, (FixedKLController, AdaptiveKLController)):
         beta = beta.beta
+    if kl_estimator is not None:
+        check.one_of("kl_estimator", kl_estimator, KL_ESTIMATORS)
+    options: dict[str, Any] = {"kl_estimator": "k1", "beta": None, "kl_clamp_in": None, "kl_clamp_out": None}
+    explicit = {"kl_estimator": kl_estimator, "beta": beta, "kl_clamp_in": kl_clamp_in, "kl_clamp_out": kl_clamp_out}
+    options |= reward_kl_options(convention, kl_estimator)
+    options |= {name: value for name, value in explicit.items() if value is not None}
+    beta = options.pop("beta")
+    if beta is None:
+        raise no_reward_kl()
     coefficient = check.number("beta", beta, least=0.0)
-    options: dict[str, Any] = {
-        "kl_estimator": check.one_of("kl_estimator", kl_estimator, KL_ESTIMATORS),
-        "kl_clamp_in": kl_clamp_in,
-        "kl_clamp_out": kl_clamp_out,
-    }
     ref = check.log_probs("ref_logp", ref_logp)
     check.length("ref_logp", ref, len(old), "token of old_logp")
     if old.dtype != ref.dtype:

@@ -13,10 +13,13 @@ import numpy.typing as npt
 from . import _validate as check
 from ._contract import Int
 from .advantages import group_advantages
+from .corrections import importance_weights
+from .diagnostics import off_policy_metrics
 from .estimators import takes_tokens
 from .groups import Groups, label_groups, make_groups
 from .losses import LossResult, grpo_loss
 from .process import process_advantages
+from .reward_kl import kl_in_reward
 
 #: Columns with one entry per token, and per step; of the latter ``step_groups`` are labels, kept as they come.
 TOKEN_COLUMNS = (
@@ -183,6 +186,44 @@ class Rollouts:
         return grpo_loss(
             self.logp, self.old_logp, self.ref_logp, advantages, self.token_offsets, **{**given, **options}
         )
+
+    def importance_weights(
+        self, **options: Any
+    ) -> tuple[npt.NDArray[Any] | None, npt.NDArray[np.bool_], dict[str, float]]:
+        """:func:`grpo_fast.importance_weights` of ``old_logp`` against ``sampling_logp``: weights, mask, metrics.
+
+        They go into :meth:`loss` as ``token_weight`` (with ``weight_level="completion"`` where there is one per
+        completion) and ``mask``.
+        """
+        return importance_weights(*self._policies(), self.token_offsets, **{**self._given("mask"), **options})
+
+    def off_policy_metrics(self, **options: Any) -> tuple[dict[str, float], dict[str, npt.NDArray[np.float64]]]:
+        """:func:`grpo_fast.off_policy_metrics` of ``old_logp`` against ``sampling_logp``."""
+        return off_policy_metrics(*self._policies(), self.token_offsets, **{**self._given("mask"), **options})
+
+    def kl_in_reward(self, **options: Any) -> tuple[npt.NDArray[Any], dict[str, float]]:
+        """:func:`grpo_fast.kl_in_reward` of the rewards, ``old_logp`` and ``ref_logp``: rewards, metrics.
+
+        With ``reward_level="token"`` the rewards are ``token_rewards``. The result goes back in with
+        ``dataclasses.replace(batch, rewards=...)``, or ``token_rewards=`` where it is one per token.
+        """
+        name = "token_rewards" if options.get("reward_level") == "token" else "rewards"
+        for column in (name, "old_logp", "ref_logp"):
+            self._need(column)
+        rewards = getattr(self, name)
+        if name == "rewards" and rewards.ndim == 2:
+            raise ValueError(
+                f"rewards: there are {rewards.shape[1]} for each completion, and the KL is taken off one; weigh them "
+                "into one column first"
+            )
+        given = self._given("mask")
+        return kl_in_reward(rewards, self.old_logp, self.ref_logp, self.token_offsets, **{**given, **options})
+
+    def _policies(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """The policy that trains, and the one that sampled."""
+        for column in ("old_logp", "sampling_logp"):
+            self._need(column)
+        return self.old_logp, self.sampling_logp
 
     def _need(self, name: str) -> None:
         if getattr(self, name) is None:

@@ -204,6 +204,39 @@ def test_several_rejections_are_anded_and_share_a_threshold(backend: str) -> Non
     pair = masks(reject="token_k1", reject_threshold="0.7_1.2")
     np.testing.assert_array_equal(pair, masks(reject=["token_k1"], reject_threshold=[[0.7, 1.2]]))
     assert (pair != masks(reject=["token_k1"], reject_threshold=[[1 / 1.2, 1.2]])).any()
+    for threshold in ((0.7, 1.2), [0.7, 1.2], np.array([0.7, 1.2])):  # beside one name the numbers are a pair
+        np.testing.assert_array_equal(pair, masks(reject="token_k1", reject_threshold=threshold))
+
+
+@pytest.mark.parametrize("threshold", [[(0.5, 2), 0.1], ((0.5, 2), 0.1), [[0.5, 2.0], [0.1]], "0.5_2,0.1"])
+@pytest.mark.parametrize("names", [["seq_mean_k1", "token_k3"], "seq_mean_k1, token_k3"])
+def test_a_pair_and_a_bound_may_stand_in_one_list(names: Any, threshold: Any, backend: str) -> None:
+    b = ragged(11, 0.6)
+
+    def mask(reject: Any, reject_threshold: Any) -> Any:
+        return importance_weights(
+            b.old, b.sampling, b.offsets, reject=reject, reject_threshold=reject_threshold, mask=b.mask, backend=backend
+        )[1]
+
+    each = mask("seq_mean_k1", [(0.5, 2.0)]) & mask("token_k3", 0.1)
+    assert 0 < each.sum() < b.mask.sum()
+    np.testing.assert_array_equal(mask(names, threshold), each)
+
+
+def test_two_ratios_beside_two_names_can_be_written_either_way() -> None:
+    names = ["token_k1", "seq_mean_k1"]
+    assert resolve({"reject": names, "reject_threshold": [(0.5, 2.0)]}, None, None).reject == {
+        name: (math.log(0.5), math.log(2.0)) for name in names
+    }
+    assert resolve({"reject": names, "reject_threshold": [(1.5,), (2.0,)]}, None, None).reject == {
+        name: (math.log(1 / v), math.log(v)) for name, v in zip(names, (1.5, 2.0), strict=True)
+    }
+
+
+def test_keywords_add_to_a_preset() -> None:
+    assert resolve({"clip_max": 3.0, "mode": "token_truncate"}, None, "tis").clip_max == 3.0
+    both = resolve({"mode": "token_truncate", "clip_max": 2.0, "reject": ["seq_mean_k3"]}, None, "decoupled_k3_rs")
+    assert both == resolve({}, None, "decoupled_k3_rs_token_tis")
 
 
 #: rollout_is, bounds, rollout_rs, thresholds, bypass of verl 0.9.1's presets.
@@ -597,7 +630,17 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (importance_weights, {"mode": "token_trunc", "clip_max": 2.0}, r"mode: unknown .*did you mean 'token_truncate'"),
     (importance_weights, {"preset": "decoupled"}, "preset: unknown"),
     (importance_weights, {"convention": "trl==0.1", **TRUNCATE}, "convention: version"),
-    (importance_weights, {"convention": "verl"}, r"mode: neither .*convention='verl'"),
+    (importance_weights, {"convention": "verl"}, r"mode: neither .*convention='verl'.*preset='decoupled_token_is', "),
+    (importance_weights, {"convention": "openrlhf"}, r"mode: neither .*preset='tis', preset='icepop'"),
+    (importance_weights, {"convention": "nemo-rl"}, r"mode: neither .*\(convention='nemo-rl' sets none by itself\)"),
+    (importance_weights, {"mode": "tis"}, r"mode: 'tis' is a preset; did you mean preset='tis'\?"),
+    (importance_weights, {"preset": "token_mask"}, r"preset: 'token_mask' is a mode; did you mean mode='token_mask'\?"),
+    (importance_weights, {"preset": "tis", "mode": "token_mask"}, r"mode: preset='tis' is mode='token_truncate', got"),
+    (importance_weights, {"preset": "decoupled_k3_rs", "reject": "token_k3"}, r"reject: preset='decoupled_k3_rs' is reject="),
+    (importance_weights, {"reject": ["token_k1", "seq_mean_k1"], "reject_threshold": (0.5, 2.0)},
+     r"pass \[\(0.5, 2\)\] for that pair for both, or \[\(0.5,\), \(2,\)\] for a ratio each"),
+    (importance_weights, {"reject": "token_k1,seq_mean_k1", "reject_threshold": np.array([0.5, 2.0])}, "may be one pair"),
+    (importance_weights, {"reject": "seq_mean_k1,token_k3", "reject_threshold": [(0.5, 2), (0.1, 1)]}, "'token_k3' takes one"),
     (importance_weights, {"mode": "token_mask"}, "clip_max: .*no default bound"),
     (importance_weights, {"mode": "token_mask", "clip_min": 3.0, "clip_max": 2.0}, "clip_min: 3 exceeds clip_max=2"),
     (importance_weights, {"mode": "token_mask", "clip_min": -1.0, "clip_max": 2.0}, "clip_min: .*>= 0"),
@@ -613,7 +656,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (importance_weights, {"reject": [], "reject_threshold": 1.0, **TRUNCATE}, "reject: no name"),
     (importance_weights, {"reject": "token_k1"}, "reject_threshold: .*needs one"),
     (importance_weights, {**TRUNCATE, "reject_threshold": 2.0}, "reject_threshold: there is nothing"),
-    (importance_weights, {"reject": ["token_k1"], "reject_threshold": [0.5, 2.0]}, "pair of ratios is one entry"),
+    (importance_weights, {"reject": ["token_k1"], "reject_threshold": [0.5, 1.0, 2.0]}, "pair of ratios is one entry"),
     (importance_weights, {"reject": ["token_k1"], "reject_threshold": [[2.0, 0.5]]}, "lower ratio 2 exceeds .*swap"),
     (importance_weights, {"reject": ["token_k1"], "reject_threshold": 0.5}, "lower ratio 2 exceeds the upper 0.5; pass 2"),
     (importance_weights, {"reject": ["token_k2"], "reject_threshold": [[0.5, 2.0]]}, "takes one upper bound"),

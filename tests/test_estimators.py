@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import grpo_fast as gf
-from grpo_fast import _backends, _numpy_tokens, tables
+from grpo_fast import _backends, _numpy_tokens, conventions, tables
 
 DDOF, EPS = 1, 1e-3
 
@@ -417,6 +417,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**PAIR, "scale": "leave_one_out"}, "scale: no source combines 'leave_one_out' with baseline='mean'"),
     ({**PAIR, "baseline": "length_weighted"}, "lengths: the length-weighted baseline needs"),
     ({**PAIR, "baseline": "length_weighted", "lengths": [1, -2]}, "lengths: lengths[1]=-2.0 is negative"),
+    ({**PAIR, "lengths": [1, 2]}, "lengths: baseline='mean' does not weigh by them; leave them out"),
+    ({**PAIR, "lengths": [1, -2], "convention": "nemo-rl"}, "lengths: baseline='leave_one_out' does not weigh by them"),
+    ({**PAIR, "estimator": "rloo", "lengths": [1, 2]}, "lengths: estimator='rloo' has no use for it"),
     ({**PAIR, "estimator": "remax"}, "baseline_rewards: estimator='remax' cannot do without it"),
     (
         {**PAIR, "estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"},
@@ -435,6 +438,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**PAIR, **TOKENS, "token_rewards": [0.0] * 3}, "token_rewards: rewards are given too"),
     ({**PAIR, **TOKENS, "estimator": "gae", "values": [0.0, np.nan, 1.0]}, "values: values[1]=nan of completion 0"),
     ({**PAIR, **TOKENS, "estimator": "gae", "values": [0.0] * 3, "gamma": 1.5}, "gamma: expected a number from 0 to 1"),
+    (
+        {**PAIR, "estimator": "opo", "lengths": [1, 2], "convention": "trl"},
+        "estimator: trl 1.16.0 has no 'opo'; it has 'grpo', 'dr_grpo', 'rloo', 'gdpo': choose one of them, or leave con",
+    ),
+    ({**PAIR, "estimator": "pkpo", "k": 2, "convention": "verl"}, "estimator: verl 0.9.1 has no 'pkpo'; it has 'grpo'"),
+    (
+        {**PAIR, "multi_objective_aggregation": "normalize_then_sum", "convention": "nemo-rl"},
+        "estimator: nemo-rl 006907a has no 'gdpo'; it has 'grpo', 'dr_grpo', 'rloo': choose",
+    ),
     ({**PAIR, "convention": "trl==0.1"}, "convention: version '0.1' of trl is not known"),
 ]
 
@@ -444,6 +456,46 @@ def test_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
         gf.group_advantages(**arguments)
     assert "; " in str(error.value)
+
+
+def test_where_a_group_of_equals_is_no_zero_and_winners_are(backend: str) -> None:
+    pkpo: dict[str, Any] = {"estimator": "pkpo", "k": 2, "backend": backend}
+    found = gf.group_advantages([[3.0, 3.0, 3.0, 3.0]], **pkpo, baseline="leave_one_out")
+    np.testing.assert_allclose(found, np.full((1, 4), 3 * (2 / 4 - 2 / 3)), rtol=1e-14)
+    assert not gf.group_advantages([[3.0, 3.0, 3.0, 3.0]], **pkpo).any()
+    assert not gf.group_advantages([[1.0, 1.0, 0.0]], estimator="grpo_passk", backend=backend).any()
+    found = gf.group_advantages(
+        estimator="remax", convention="verl", token_rewards=[1.0, 1.0, 2.0], mask=[0, 1, 1], baseline_rewards=[0.5],
+        token_offsets=[0, 3], backend=backend,
+    )  # fmt: skip
+    assert found.tolist() == [0.0, 2.5, 1.5]
+
+
+@pytest.mark.parametrize("name", conventions.CONVENTIONS)
+def test_a_convention_computes_the_estimators_it_has(name: str, backend: str) -> None:
+    row = conventions.CONVENTIONS[name]
+    assert set(row.estimators) <= set(tables.ESTIMATORS)
+    assert "grpo" in row.estimators
+    arrays = {
+        "lengths": [1, 2, 1, 3], "k": 2, "baseline_rewards": [0.5] * 4, "values": [0.25] * 7, "old_logp": [-1.0] * 7,
+        "sum_pi_squared": [0.5] * 7,
+    }  # fmt: skip
+    for estimator in row.estimators:
+        takes = tables.ESTIMATORS[estimator]
+        options = {key: arrays[key] for key in takes.needs if key in arrays}
+        if estimator == "opo":
+            options["lengths"] = arrays["lengths"]
+        along = takes.level == "token" or (estimator == "gdpo" and name == "verl")
+        if along:
+            options["token_offsets"] = [0, 1, 3, 4, 7]
+        if takes.groups:
+            options["group_ids"] = [0, 0, 0, 0]
+        found = gf.group_advantages(
+            [1.0, 0.0, 0.5, 0.0], estimator=estimator, convention=name, backend=backend, **options
+        )
+        assert found.shape == ((7,) if along else (4,))
+        assert np.isfinite(found).all()
+        assert found.any()
 
 
 def test_singletons() -> None:

@@ -18,6 +18,7 @@ NAMES = list(conventions.CONVENTIONS)
 PAIRS = list(itertools.combinations(NAMES, 2))
 NUMBERS = (
     "advantages of an example", "loss of an example", "KL of the example", "importance weights of an example",
+    "KL in the reward of an example",
 )  # fmt: skip
 
 
@@ -59,6 +60,11 @@ def test_every_documented_difference_shows(a: str, b: str) -> None:
         if None not in values and values[0] != values[1]:
             assert loss[name].differs, name
     assert loss["loss_type"].differs == (left.loss_type != right.loss_type)
+    rewards = by_name(found, "KL in the reward")
+    of_rewards = [row.reward_kl_options() for row in (left, right)]
+    for name in {*of_rewards[0], *of_rewards[1]}:
+        assert (rewards[name].a, rewards[name].b) == tuple(of.get(name) for of in of_rewards)
+        assert rewards[name].differs == (of_rewards[0].get(name) != of_rewards[1].get(name)), name
     for name in {*left.corrections, *right.corrections}:
         values = [row.corrections.get(name) for row in (left, right)]
         assert weights[name].differs == (values[0] != values[1]), name
@@ -91,6 +97,11 @@ def test_shown_numbers_differ_where_numbers_do() -> None:
     raise AssertionError("no such line")
 
 
+def test_numbers_are_shown_with_seven_digits() -> None:
+    line = next(line for line in str(explain("verl")).splitlines() if line.startswith("  winner "))
+    assert line.split()[1] == "1.499997"
+
+
 def test_numbers_are_those_of_the_library() -> None:
     found = by_name(explain("trl", "verl"), "advantages of an example")
     np.testing.assert_allclose((found["winner"].a, found["winner"].b), (0.75 / (0.5 + 1e-4), 0.75 / (0.5 + 1e-6)))
@@ -103,6 +114,10 @@ def test_numbers_are_those_of_the_library() -> None:
     kl = by_name(explain("trl", "verl"), "KL of the example")
     d, r = 0.5, 1.1
     np.testing.assert_allclose(kl["reference 0.5 above"].b, 1 - np.exp(d))
+    rewards = by_name(explain("trl", "verl"), "KL in the reward of an example")
+    np.testing.assert_allclose(
+        (rewards["reference 0.5 above"].a, rewards["reference 0.5 above"].b), (1 + 0.05 * d, 1 + 0.001 * d)
+    )
     np.testing.assert_allclose(kl["reference 0.5 above"].a, r * (np.exp(d) - d - 1) + r * (1 - np.exp(d)))
 
 
@@ -149,6 +164,10 @@ def changed(monkeypatch: pytest.MonkeyPatch, field: str, **options: Any) -> list
         ("corrections", {"mode": "token_mask"}),
         ("corrections", {"mode": "sequence_truncate"}),
         ("corrections", {"mode": None}),
+        ("reward_kl", {"beta": 0.01}),
+        ("reward_kl", {"kl_estimator": "k3"}),
+        ("reward_kl", {"kl_clamp_out": 1.0}),
+        ("reward_kl", {"kl_clamp_in": 1.0}),
     ],
     ids=str,
 )

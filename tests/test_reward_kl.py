@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import grpo_fast as gf
+from grpo_fast import conventions
 from grpo_fast.padded import kl_in_reward as padded_kl_in_reward
 
 LENGTHS = [3, 0, 5, 1, 700, 4]
@@ -243,6 +244,84 @@ def test_refused(arguments: dict[str, Any], sentence: str, level: str, backend: 
     }  # fmt: skip
     with pytest.raises(ValueError, match=sentence):
         gf.kl_in_reward(**good | arguments, backend=backend)
+
+
+# ---- conventions and shapes ---------------------------------------------------------------------------
+
+#: beta, estimator, input and output clamp of every framework that can have its KL in the reward, and of verl's k3.
+OF_CONVENTIONS = {
+    "trl": (0.05, "k1", None, None),
+    "verl": (0.001, "k1", None, None),
+    "openrlhf": (0.01, "k1", None, 10.0),
+    "skyrl": (0.001, "k3", 20.0, 10.0),
+    "areal": (0.1, "k1", None, 10.0),
+}
+
+
+@pytest.mark.parametrize("name", conventions.CONVENTIONS)
+def test_conventions_fill_in_what_is_left_out(name: str, backend: str) -> None:
+    batch = _batch(7)
+    batch["ref_logp"] = np.where(np.arange(len(batch["ref_logp"])) % 3 == 0, 30.0, 1.0) * batch["ref_logp"]
+    if name not in OF_CONVENTIONS:
+        for more in ({}, {"beta": 0.1}):
+            with pytest.raises(ValueError, match=rf"^beta: {name} .* puts no KL in the reward.*; leave convention out"):
+                gf.kl_in_reward(**batch, **more, convention=name, backend=backend)
+        return
+    beta, estimator, clamp_in, clamp_out = OF_CONVENTIONS[name]
+    clamps = (clamp_in or math.inf, clamp_out or math.inf)
+    for level, wanted in zip(("completion", "token"), _wanted(batch, beta, estimator, *clamps), strict=False):
+        found, metrics = gf.kl_in_reward(**batch, convention=name, level=level, backend=backend)
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+        assert metrics["reward_kl_penalty_coeff"] == beta
+    found, _ = gf.kl_in_reward(
+        **batch, convention=name, beta=0.3, kl_estimator="k2", kl_clamp_in=2.0, kl_clamp_out=1.5, backend=backend
+    )
+    np.testing.assert_allclose(found, _wanted(batch, 0.3, "k2", 2.0, 1.5)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_clamps_of_a_convention_are_those_of_the_estimator(backend: str) -> None:
+    batch = _batch(8)
+    batch["ref_logp"] = 20 * batch["ref_logp"]
+    found, _ = gf.kl_in_reward(**batch, convention="verl", kl_estimator="k3", backend=backend)
+    np.testing.assert_allclose(found, _wanted(batch, 0.001, "k3", 20.0, 10.0)[0], rtol=1e-12, atol=1e-12)
+    assert np.abs(found - _wanted(batch, 0.001, "k1")[0]).max() > 1e-3
+
+
+def test_without_a_convention_beta_has_no_default() -> None:
+    with pytest.raises(
+        ValueError, match=r"^beta: there is no default for it; pass one, or convention= with one of 'trl',"
+    ):
+        gf.kl_in_reward([0.0], [-1.0], [-2.0], [0, 1])
+    with pytest.raises(ValueError, match=r"^beta: there is no default"):
+        padded_kl_in_reward([0.0], [[-1.0]], [[-2.0]])
+    with pytest.raises(ValueError, match=r"^convention: 'trtl' is not known"):
+        gf.kl_in_reward([0.0], [-1.0], [-2.0], [0, 1], convention="trtl")
+
+
+def test_rewards_of_groups_of_equal_size(backend: str) -> None:
+    batch = _batch(9) | {"beta": 0.2, "backend": backend}
+    flat, metrics = gf.kl_in_reward(**batch)
+    grid = batch | {"rewards": batch["rewards"].reshape(2, 3)}
+    found, same = gf.kl_in_reward(**grid)
+    assert found.shape == (2, 3)
+    assert same == metrics
+    np.testing.assert_array_equal(found.reshape(-1), flat)
+    assert gf.group_advantages(found, estimator="rloo").shape == (2, 3)
+    tokens, _ = gf.kl_in_reward(**grid, level="token")
+    np.testing.assert_array_equal(tokens, gf.kl_in_reward(**batch, level="token")[0])
+    with pytest.raises(ValueError, match=r"^rewards: shape \(2, 2\) is 4 rewards, and there are 6 completions; pass"):
+        gf.kl_in_reward(**batch | {"rewards": np.zeros((2, 2))})
+
+
+def test_padded_rewards_of_groups_of_equal_size(backend: str) -> None:
+    rng = np.random.default_rng(10)
+    old, ref, rewards = rng.normal(size=(6, 4)), rng.normal(size=(6, 4)), rng.normal(size=(2, 3))
+    found, _ = padded_kl_in_reward(rewards, old, ref, convention="areal", backend=backend)
+    np.testing.assert_allclose(found, rewards - 0.1 * (old - ref).sum(-1).reshape(2, 3), rtol=1e-12)
+    flat, _ = padded_kl_in_reward(rewards.reshape(-1), old, ref, convention="areal", backend=backend)
+    np.testing.assert_array_equal(found.reshape(-1), flat)
+    with pytest.raises(ValueError, match=r"^rewards: expected shape \(6,\) to go with old_logp, got \(2, 2\)"):
+        padded_kl_in_reward(np.zeros((2, 2)), old, ref, beta=0.1)
 
 
 # ---- the coefficient ---------------------------------------------------------------------------------

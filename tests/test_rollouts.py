@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -80,6 +82,64 @@ def test_what_it_computes_is_what_the_functions_compute() -> None:
     assert step_loss.loss == pytest.approx(token_loss.loss, rel=1e-15)
 
 
+def policies(**more: object) -> gf.Rollouts:
+    return batch(
+        sampling_logp=[[-0.3, -0.1, -1.5], [], [-0.5, -3.0]],
+        ref_logp=[[-0.2, -0.4, -0.3], [], [-0.6, -0.1]],
+        mask=[[1, 1, 0], [], [1, 1]],
+        **more,
+    )
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate", "sequence_mask"])
+def test_weights_of_the_columns_go_into_the_loss(mode: str, backend: str) -> None:
+    rollouts = policies()
+    options = {"mode": mode, "clip_max": 2.0, "reject": "token_k3", "reject_threshold": 1.5, "backend": backend}
+    weight, keep, metrics = rollouts.importance_weights(**options)
+    want, want_keep, want_metrics = gf.importance_weights(
+        rollouts.old_logp, rollouts.sampling_logp, rollouts.token_offsets, mask=rollouts.mask, **options
+    )
+    np.testing.assert_array_equal(weight, want)
+    np.testing.assert_array_equal(keep, want_keep)
+    np.testing.assert_array_equal(keep, [1, 1, 0, 1, 0])  # one is masked, one rejected
+    assert metrics == want_metrics
+    level = "token" if mode == "token_truncate" else "completion"
+    assert weight.shape == ((5,) if level == "token" else (3,))
+    advantages = np.array([1.0, 0.0, -0.5])
+    result = rollouts.loss(advantages, token_weight=weight, weight_level=level, mask=keep, beta=0.0, backend=backend)
+    per_token = weight if level == "token" else np.repeat(weight, [3, 0, 2])
+    ratio = np.exp(rollouts.logp - rollouts.old_logp)
+    a = np.repeat(advantages, [3, 0, 2])
+    surrogate = np.where(keep, -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a) * per_token, 0.0)
+    assert result.loss == pytest.approx((surrogate[:3].sum() / 2 + surrogate[3:].sum()) / 3, rel=1e-13)
+
+
+def test_diagnostics_and_kl_of_the_columns(backend: str) -> None:
+    rollouts = policies()
+    metrics, positions = rollouts.off_policy_metrics(tails=(0.9, 1.1), backend=backend)
+    want, want_positions = gf.off_policy_metrics(
+        rollouts.old_logp, rollouts.sampling_logp, rollouts.token_offsets, mask=rollouts.mask, tails=(0.9, 1.1),
+        backend=backend,
+    )  # fmt: skip
+    assert metrics == want
+    for name, values in want_positions.items():
+        np.testing.assert_array_equal(positions[name], values)
+    rewards, reported = rollouts.kl_in_reward(beta=0.5, backend=backend)
+    np.testing.assert_allclose(rewards, [1.0 - 0.5 * (0.1 + 0.3), 0.5, 0.0 - 0.5 * (0.0 - 0.4)], rtol=1e-14, atol=1e-16)
+    assert reported["reward_kl_penalty_coeff"] == 0.5
+    np.testing.assert_allclose(
+        rollouts.kl_in_reward(convention="trl", backend=backend)[0], [1 - 0.05 * 0.4, 0.5, 0.05 * 0.4], rtol=1e-14
+    )
+    again = replace(rollouts, rewards=rewards)
+    np.testing.assert_array_equal(again.group_advantages(backend=backend), gf.group_advantages(
+        rewards, group_ids=["a", "b", "a"], backend=backend
+    ))  # fmt: skip
+    tokens, _ = policies(token_rewards=[[0.0, 1.0, np.nan], [], [2.0, 3.0]]).kl_in_reward(
+        beta=1.0, level="token", reward_level="token", backend=backend
+    )
+    np.testing.assert_allclose(tokens, [-0.1, 0.7, 0.0, 2.0, 3.4], rtol=1e-14)
+
+
 def test_arrow_round_trip() -> None:
     pytest.importorskip("pyarrow")
     rollouts = batch()
@@ -130,6 +190,11 @@ def test_torch_round_trip() -> None:
         (lambda: batch().to_padded("ref_logp"), "ref_logp: these rollouts have none; there are"),
         (lambda: batch().to_padded("logp", fill="x"), "fill: expected a number"),
         (lambda: gf.Rollouts(token_offsets=[0, 1], token_ids=[3]).to_padded("token_ids", fill=np.nan), "fill: nan does not fit token_ids"),
+        (lambda: batch().importance_weights(preset="tis"), "sampling_logp: these rollouts have none"),
+        (lambda: batch().off_policy_metrics(), "sampling_logp: these rollouts have none"),
+        (lambda: batch().kl_in_reward(beta=0.1), "ref_logp: these rollouts have none"),
+        (lambda: policies().kl_in_reward(beta=0.1, level="token", reward_level="token"), "token_rewards: these rollouts have none"),
+        (lambda: replace(policies(), rewards=np.zeros((3, 2))).kl_in_reward(beta=0.1), "rewards: there are 2 for each completion"),
         (lambda: gf.Rollouts.from_lists(logp=[[-1.0], None]), "logp: completion 1 is not a flat list"),
         (lambda: batch().take([3]), r"rows: rows\[0\]=3 is outside the 3 completions"),
     ],

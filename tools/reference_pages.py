@@ -153,8 +153,10 @@ def convention(row: Convention) -> str:
                 *([f"at level `{level}`", options(o)] for level, o in row.levels.items() if o),
                 *([f"with KL `{name}`", options(o)] for name, o in row.kl.items()),
                 ["advantages", options(row.advantages)],
+                ["estimators", code(row.estimators)],
                 *([f"estimator `{name}`", options(o)] for name, o in row.estimators.items() if o),
                 ["`importance_weights`", options(row.corrections)],
+                ["`kl_in_reward`", options(row.reward_kl_options())],
             ],
         )
     )

@@ -18,13 +18,14 @@ def kl_in_reward(
     ref_logp: npt.ArrayLike,
     mask: npt.ArrayLike | None = None,
     *,
-    beta: float | FixedKLController | AdaptiveKLController,
-    kl_estimator: str = "k1",
+    beta: float | FixedKLController | AdaptiveKLController | None = None,
+    kl_estimator: str | None = None,
     kl_clamp_in: float | None = None,
     kl_clamp_out: float | None = None,
     level: str = "completion",
     reward_level: str = "completion",
     nan_policy: str | None = None,
+    convention: str | None = None,
     n_threads: int | None = None,
     backend: str | None = None,
 ) -> tuple[npt.NDArray[Any], dict[str, float]]:
@@ -32,16 +33,16 @@ def kl_in_reward(
 
     Parameters
     ----------
-    rewards : (...), or (..., L) with ``reward_level="token"``
+    rewards : (...), or (P, G) where the log-probs are (P G, L), or (..., L) with ``reward_level="token"``
     old_logp, ref_logp : (..., L) floats, left or right padded
     mask : (..., L) bool or 0/1; None counts every slot
-    beta, kl_estimator, kl_clamp_in, kl_clamp_out, level, reward_level, nan_policy, n_threads, backend
+    beta, kl_estimator, kl_clamp_in, kl_clamp_out, level, reward_level, nan_policy, convention, n_threads, backend
         As in :func:`grpo_fast.kl_in_reward`.
 
     Returns
     -------
     (rewards, metrics)
-        (...), or with ``level="token"`` (..., L), 0 wherever the mask is 0.
+        Of the shape of the rewards, or with ``level="token"`` (..., L), 0 wherever the mask is 0.
 
     Raises
     ------
@@ -67,10 +68,13 @@ def kl_in_reward(
     shape = old.shape
     level = check.one_of("level", level, LEVELS)
     of_rewards = shape if check.one_of("reward_level", reward_level, LEVELS) == "token" else shape[:-1]
+    array = check.any_array("rewards", rewards)
+    if reward_level == "completion" and len(shape) == 2 and array.ndim == 2 and array.size == len(old):
+        of_rewards = array.shape
     flat_mask = None if mask is None else check.mask("mask", _flat("mask", mask, shape), old.size)
     ranges, flat_mask = row_ranges(flat_mask, shape)
     values, metrics = shape_ranges(
-        _flat("rewards", rewards, of_rewards),
+        _flat("rewards", array, of_rewards),
         old.reshape(-1),
         _flat("ref_logp", ref_logp, shape),
         ranges,
@@ -82,10 +86,11 @@ def kl_in_reward(
         level=level,
         reward_level=reward_level,
         nan_policy=nan_policy,
+        convention=convention,
         n_threads=n_threads,
         backend=backend,
     )
-    return values.reshape(shape if level == "token" else shape[:-1]), metrics
+    return values.reshape(shape if level == "token" else of_rewards), metrics
 
 
 def _flat(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:

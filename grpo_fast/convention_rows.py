@@ -368,9 +368,9 @@ ROWS: dict[str, dict[str, Any]] = {
             "dppo's value is -A r there and -A r logp here; the gradients are the same",
             "dual_clip=3.0 is a policy loss of its own there: pass it",
             "read: clip_cov, kl_cov and gpg, which were not executed",
-            "advantages carry the weights of the mean, such as 1 / N, before the loss sees them there: clip_cov's bounds, "
-            "1 and 5, are then never met at usual N, and kl_cov's penalty is a sum beside a mean; here both are as their "
-            "paper has them, the bounds on the covariance of the advantages as given and one weight for the whole loss",
+            "the advantages already carry the weights of the mean, such as 1 / N, when its losses see them: clip_cov's "
+            "bounds of 1 and 5 are never met at usual N, and kl_cov's penalty is a sum beside a mean; here both are as "
+            "documented: covariances of the advantages as they are, and a penalty that is averaged too",
         ),
     },
     "areal": {

@@ -22,32 +22,32 @@ INF = float("inf")
 
 # --- advantages ---------------------------------------------------------------------------------------
 
-#: Per framework: the winners of [1, 0, 0, 0] and of [3, 1, 0, 0], a group of one reward of 2 (None: refused), what a
+#: Per framework: the winners of [1, 0, 0, 0] and of a millionth of [3, 1, 0, 0], a group of one reward of 2 (None: refused), what a
 #: reward that is NaN does.
 ADVANTAGES: dict[str, tuple[float, float, float | None, str]] = {
-    "paper": (1.732050768, 1.632993149, 0.0, "refused"),  # ddof 0, eps 1e-8
-    "trl": (1.499700060, 1.414113569, 0.0, "left out"),  # ddof 1, eps 1e-4
-    "verl": (1.499997000, 1.414212562, 1.999998000, "refused"),  # ddof 1, eps 1e-6, (r - 0) / (1 + eps)
-    "openrlhf": (1.499999997, 1.414213561, None, "refused"),  # ddof 1, eps 1e-9
-    "nemo-rl": (1.000000000, 4.618794154, 0.0, "refused"),  # of the others: ddof 1, eps 1e-6, undivided where std is 0
-    "slime": (1.499997000, 1.414212562, 0.0, "refused"),
-    "skyrl": (1.499997000, 1.414212562, 1.999998000, "refused"),
-    "areal": (1.499970001, 1.414203562, 0.0, "refused"),  # ddof 1, eps 1e-5
-    "prime-rl": (0.75, 2.0, 0.0, "refused"),  # r - mean
-    "open-instruct": (0.75, 2.0, 0.0, "refused"),
-    "tinker": (0.75, 2.0, 0.0, "refused"),
-    "liger": (1.499700060, 1.414113569, 0.0, "left out"),
-    "torchtune": (1.499700060, 1.414113569, None, "refused"),
-    "tunix": (1.499997000, 1.414212562, None, "refused"),
+    "paper": (1.732050768, 1.61976781, 0.0, "refused"),  # ddof 0, eps 1e-8
+    "trl": (1.499700060, 0.0197211015, 0.0, "left out"),  # ddof 1, eps 1e-4
+    "verl": (1.499997000, 0.828427125, 1.999998000, "refused"),  # ddof 1, eps 1e-6, (r - 0) / (1 + eps)
+    "openrlhf": (1.499999997, 1.41321427, None, "refused"),  # ddof 1, eps 1e-9
+    "nemo-rl": (1.000000000, 1.69059892, 0.0, "refused"),  # of the others: ddof 1, eps 1e-6, undivided where std is 0
+    "slime": (1.499997000, 0.828427125, 0.0, "refused"),
+    "skyrl": (1.499997000, 0.828427125, 1.999998000, "refused"),
+    "areal": (1.499970001, 0.175220131, 0.0, "refused"),  # ddof 1, eps 1e-5
+    "prime-rl": (0.75, 2e-6, 0.0, "refused"),  # r - mean
+    "open-instruct": (0.75, 2e-6, 0.0, "refused"),
+    "tinker": (0.75, 2e-6, 0.0, "refused"),
+    "liger": (1.499700060, 0.0197211015, 0.0, "left out"),
+    "torchtune": (1.499700060, 0.0197211015, None, "refused"),
+    "tunix": (1.499997000, 0.828427125, None, "refused"),
 }
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_advantages(name: str) -> None:
     winner, ahead, alone, nan = ADVANTAGES[name]
-    got = gf.group_advantages([1.0, 0.0, 0.0, 0.0, 3.0, 1.0, 0.0, 0.0], group_ids=[0] * 4 + [1] * 4, convention=name)
+    got = gf.group_advantages([1.0, 0.0, 0.0, 0.0, 3e-6, 1e-6, 0.0, 0.0], group_ids=[0] * 4 + [1] * 4, convention=name)
     assert abs(got[0] - winner) < 6e-10
-    assert abs(got[4] - ahead) < 6e-10
+    assert abs(got[4] / ahead - 1) < 6e-9  # where eps is as large as the deviation, or larger
     if alone is None:
         with pytest.raises(ValueError, match=r"^singleton: "):
             gf.group_advantages([2.0, 1.0, 0.0], group_ids=[0, 1, 1], convention=name)
@@ -63,6 +63,13 @@ def test_advantages(name: str) -> None:
 def test_the_deviation_that_open_instruct_has_in_its_other_mode() -> None:
     got = gf.group_advantages([1.0, 0.0, 0.0, 0.0], group_ids=[0] * 4, convention="open-instruct", scale="group")
     assert abs(got[0] - 1.732050768) < 6e-10  # "standard": ddof 0, eps 1e-8
+
+
+@pytest.mark.parametrize("name", ["trl", "liger"])
+def test_several_rewards_are_summed_first(name: str) -> None:
+    rewards = [[4.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    got = gf.group_advantages(rewards, group_ids=[0] * 4, convention=name)
+    assert abs(got[0] - 2.75 / (np.sqrt(10.75 / 3) + 1e-4)) < 1e-12
 
 
 # --- losses -------------------------------------------------------------------------------------------
@@ -99,6 +106,8 @@ BATCH = [
     _row(-0.45, (-0.12, -1.0, 0.0), (-0.3, -1.0, 0.0)),
     _row(-0.35, (-0.7, -0.2, 0.0), (0.1, -0.2, 0.0)),  # p falls by 0.4
     _row(0.65, (1.5, -3.0, 0.0)),  # a ratio of 4.5, p rises by 0.17
+    _row(0.55, (0.36, -0.7, 0.0), (0.31, -0.7, 0.0)),  # by 0.215 and 0.18
+    _row(-0.55, (-0.57, -0.7, 0.0), (-0.45, -0.7, 0.0)),  # falls by the same
 ]
 
 
@@ -189,7 +198,10 @@ def kl_terms(kl: KL, fact: Fact, row: Row, estimator: str | None = None) -> Arra
     d = np.clip(np.array(row.d)[counts], -kl.clamp_in, kl.clamp_in)
     value = {"k1": -d, "k2": d * d / 2, "k3": np.expm1(d) - d}[estimator or kl.estimator]
     value = np.clip(value, -kl.clamp_out, kl.clamp_out)
-    return value * np.exp(np.array(row.lam)[counts]) if kl.factor else value
+    if not kl.factor or not len(value):
+        return value
+    lam = np.array(row.lam)[counts]
+    return value * np.exp(lam.mean() if fact.level == "mean" else lam)
 
 
 def arrays() -> dict[str, Any]:
@@ -212,6 +224,12 @@ def ours(name: str, *, reference: bool = False, **options: Any) -> Array:
     return gf.grpo_loss(**given, convention=name, backend="numpy", **options).per_completion
 
 
+#: What its users get without naming one, under our names.
+LOSS_TYPES = {
+    "paper": "grpo", "trl": "dapo", "verl": "grpo", "openrlhf": "grpo", "nemo-rl": "grpo", "slime": "grpo",
+    "skyrl": "grpo", "areal": "grpo", "prime-rl": "dppo_tv", "open-instruct": "dapo", "tinker": "importance_sampling",
+    "liger": "dapo", "torchtune": "grpo", "tunix": "grpo",
+}  # fmt: skip
 #: Whose loss is which, where its users name none; and the KL term it has or, where beta is 0, would have.
 DEFAULTS: dict[str, tuple[Fact, KL]] = {
     "paper": (Fact(agg="seq-mean-token-mean"), KL("k3", 0.04)),
@@ -237,6 +255,7 @@ DEFAULTS: dict[str, tuple[Fact, KL]] = {
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_the_loss_that_is_not_named(name: str) -> None:
     fact, _ = DEFAULTS[name]
+    assert CONVENTIONS[name].loss_type == LOSS_TYPES[name]
     expected = per_completion(fact.agg, fact.empty, [surrogate(fact, row) for row in BATCH])
     np.testing.assert_allclose(ours(name), expected, rtol=1e-12, atol=0)
 
@@ -255,6 +274,21 @@ def test_its_kl_term(name: str) -> None:
     np.testing.assert_allclose(ours(name, reference=True, beta=0.7), expected(some), rtol=1e-12, atol=0)
     got = ours(name, reference=True, beta=0.7, kl_clamp_out=1e30)  # an outer clamp would hide the inner one
     np.testing.assert_allclose(got, expected(replace(some, clamp_out=1e30)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_the_slope_of_its_kl_term(name: str) -> None:
+    """TRL's ratio is differentiated too: (r k3)' = r k3 + r k3'."""
+    _, kl = DEFAULTS[name]
+    lam, d = 0.1, 0.3
+    slope = {"k1": 1.0, "k2": -d, "k3": -np.expm1(d)}[kl.estimator]
+    if kl.factor:
+        slope = np.exp(lam) * (np.expm1(d) - d + slope)
+    got = gf.grpo_loss(
+        [-1.0 + lam], [-1.0], [-1.0 + lam + d], [0.0], [0, 1], convention=name, beta=0.7, backend="numpy"
+    )
+    assert got.grad is not None
+    np.testing.assert_allclose(got.grad, [0.7 * slope], rtol=1e-12)
 
 
 #: Clamps that hold for some estimators only: (framework, estimator, inner, outer).
@@ -338,6 +372,17 @@ METHODS: dict[str, dict[str, Fact]] = {
         "gspo_token": Fact(level="mean", clamp=20.0, cap=10.0),
     },
 }  # fmt: skip
+#: What the KL term of a method has of its own.
+KL_BY_NAME: dict[tuple[str, str], dict[str, Any]] = {
+    **{("paper", method): {"beta": 0.0} for method in METHODS["paper"] if method != "grpo"},
+    ("trl", "gmpo"): {"factor": False},
+    ("trl", "rloo"): {"factor": False},
+    ("verl", "sapo"): {"own": ("token-mean", "exclude")},
+    ("verl", "gmpo"): {"own": ("token-mean", "exclude")},
+    ("openrlhf", "grpo"): {"own": ("token-mean", "exclude")},
+    ("openrlhf", "gspo"): {"own": ("token-mean", "exclude")},
+    ("tunix", "dapo"): {"beta": 0.0},
+}
 #: Those that choose tokens: their numbers are of a whole batch, and are named here.
 SELECTIONS: dict[tuple[str, str], dict[str, float]] = {
     ("paper", "clip_cov"): {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "epsilon": 0.2},
@@ -359,17 +404,43 @@ def test_a_loss_by_name(name: str, method: str) -> None:
     options: dict[str, float] = {"dro_beta": 0.3} if method == "dro" else {}
     if method == "dr_grpo":
         options["max_completion_length"] = 10.0
-    expected = per_completion(_MEANS.get(method, "token-mean"), empty, [surrogate(fact, row) for row in BATCH])
-    np.testing.assert_allclose(ours(name, loss_type=method, **options), expected, rtol=1e-11, atol=0)
+    agg = _MEANS.get(method, "token-mean")
+    surrogates = per_completion(agg, empty, [surrogate(fact, row) for row in BATCH])
+    np.testing.assert_allclose(ours(name, loss_type=method, **options), surrogates, rtol=1e-11, atol=0)
+
+    kl = replace(DEFAULTS[name][1], **KL_BY_NAME.get((name, method), {}))
+    for beta, given in ((kl.beta, options), (0.7, {**options, "beta": 0.7})):
+        expected = surrogates
+        if beta:
+            terms = per_completion(*(kl.own or (agg, empty)), [kl_terms(kl, fact, row) for row in BATCH])
+            expected = surrogates + beta * terms
+        got = ours(name, reference=True, loss_type=method, **given)
+        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize(("name", "method"), SELECTIONS, ids=["-".join(pair) for pair in SELECTIONS])
 def test_a_loss_that_selects(name: str, method: str) -> None:
     whose = {key: value for key, value in CONVENTIONS[name].loss_options(method).items() if key in _SELECTING}
-    assert whose == SELECTIONS[name, method]
+    assert whose == {**SELECTIONS[name, method], **({} if name == "paper" else {"importance_sampling_level": "token"})}
 
 
-_SELECTING = {key for row in SELECTIONS.values() for key in row} | {"epsilon_high", "delta", "dual_clip"}
+@pytest.mark.parametrize("name", ["paper", "verl", "tinker"])
+def test_dro_has_no_default(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^dro_beta: "):
+        ours(name, loss_type="dro")
+
+
+@pytest.mark.parametrize(("name", "clamp"), [("verl", 20.0), ("skyrl", 20.0), ("nemo-rl", INF), ("slime", INF)])
+def test_the_clamp_that_the_bounds_of_cispo_hide(name: str, clamp: float) -> None:
+    fact = Fact("cispo", low=0.0, high=1e20, clamp=clamp)
+    expected = per_completion("token-mean", "count", [surrogate(fact, row) for row in BATCH])
+    got = ours(name, loss_type="cispo", epsilon=1.0, epsilon_high=1e20)
+    np.testing.assert_allclose(got, expected, rtol=1e-11, atol=0)
+
+
+_SELECTING = {key for row in SELECTIONS.values() for key in row} | {
+    "epsilon_high", "delta", "dual_clip", "log_ratio_clamp", "importance_sampling_level",
+}  # fmt: skip
 
 
 def test_every_loss_of_every_framework_is_here() -> None:

@@ -401,6 +401,8 @@ EXCLUDE = ("verl", "openrlhf", "tunix")
 def test_a_loss_by_name(name: str, method: str) -> None:
     fact = METHODS[name][method]
     empty = "exclude" if name in EXCLUDE and (name, method) != ("verl", "gmpo") else "count"
+    if fact.level == "token" or fact.kind == "vespo":  # also where only the KL's ratio could tell
+        assert CONVENTIONS[name].loss_options(method).get("importance_sampling_level", "token") == "token"
     options: dict[str, float] = {"dro_beta": 0.3} if method == "dro" else {}
     if method == "dr_grpo":
         options["max_completion_length"] = 10.0
@@ -422,6 +424,15 @@ def test_a_loss_by_name(name: str, method: str) -> None:
 def test_a_loss_that_selects(name: str, method: str) -> None:
     whose = {key: value for key, value in CONVENTIONS[name].loss_options(method).items() if key in _SELECTING}
     assert whose == {**SELECTIONS[name, method], **({} if name == "paper" else {"importance_sampling_level": "token"})}
+
+
+def test_verl_leaves_empty_rows_out_of_the_kl_of_gmpo_only() -> None:
+    fact, kl = METHODS["verl"]["gmpo"], replace(DEFAULTS["verl"][1], beta=0.7)
+    expected = per_completion("seq-mean-token-mean", "count", [surrogate(fact, row) for row in BATCH])
+    terms = [kl_terms(kl, fact, row) for row in BATCH]
+    expected += 0.7 * per_completion("seq-mean-token-mean", "exclude", terms)
+    got = ours("verl", reference=True, loss_type="gmpo", beta=0.7, kl_agg_mode="seq-mean-token-mean")
+    np.testing.assert_allclose(got, expected, rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("name", ["paper", "verl", "tinker"])

@@ -1,4 +1,7 @@
-"""The rows of :mod:`grpo_fast.conventions`: facts about frameworks, each with version, file and function."""
+"""The rows of :mod:`grpo_fast.conventions`: facts about frameworks, each with version, file and function.
+
+``None``: the framework has none of it, or no default for it; ``epsilon_high`` None: the same as ``epsilon``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ _SEQUENCE = {"importance_sampling_level": "sequence", "levels": ("sequence",)}
 _SEQUENCE_TOKEN = {"importance_sampling_level": "sequence_token", "levels": ("sequence_token",)}
 _SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 _VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
-_EXCLUDE = {"nan_policy": "exclude"}
 _CENTRED: dict[str, Any] = {"grpo": {}, "dr_grpo": {}}  # with and without a deviation
 _VERL_TOKEN_CLIP = {"dual_clip": 3.0, "log_ratio_clamp": 20.0}
 
@@ -20,7 +22,20 @@ ROWS: dict[str, dict[str, Any]] = {
         "version": "2402.03300",
         "source": "DeepSeekMath, arXiv:2402.03300 sections 4.1 and 4.2; other methods: the papers tables.METHODS names",
         "checked": "read",
-        "loss": {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.0, "kl_estimator": "k3", "kl_ratio_factor": "none"},
+        "loss": {
+            "loss_type": "grpo",
+            "loss_agg_mode": "seq-mean-token-mean",
+            "empty_rows": "count",
+            "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
+            "beta": 0.0,
+            "kl_estimator": "k3",
+            "kl_ratio_factor": "none",
+        },
         "methods": {
             "grpo": {**_TOKEN, "beta": 0.04},
             "dapo": {**_TOKEN, "epsilon_high": 0.28},
@@ -40,12 +55,19 @@ ROWS: dict[str, dict[str, Any]] = {
             },
             "dppo_tv": {},
             "dppo_kl": {},
-            "dro": {},
+            "dro": {"dro_beta": None},
             "clip_cov": {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
             "kl_cov": {"kl_cov_ratio": 2e-4, "ppo_kl_coef": 1.0},
         },
         "levels": {"token": {}, "sequence": {}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 0, "eps": 1e-8, "singleton": "zero"},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 0,
+            "eps": 1e-8,
+            "singleton": "zero",
+            "nan_policy": "error",
+        },
         "estimators": {name: {} for name in ESTIMATORS},
         "notes": (
             "the papers of cispo, gpg, dppo and dro leave bounds to the reader: there the library's defaults hold",
@@ -58,11 +80,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "checked": "executed",
         "loss": {
             "loss_type": "dapo",
+            "loss_agg_mode": "token-mean",
+            "empty_rows": "count",
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.0,
             "kl_estimator": "k3",
             "kl_ratio_factor": "ratio",
-            "empty_rows": "count",
         },
         "methods": {
             **{name: {"importance_sampling_level": "token"} for name in ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")},
@@ -108,11 +136,16 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss": {
             "loss_type": "grpo",
             "loss_agg_mode": "token-mean",
+            "empty_rows": "exclude",
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.0,
             "kl_estimator": "k3",
             "kl_ratio_factor": "none",
-            "empty_rows": "exclude",
         },
         "methods": {
             **{name: {"importance_sampling_level": "token"} for name in ("grpo", "dapo", "dr_grpo")},
@@ -127,7 +160,7 @@ ROWS: dict[str, dict[str, Any]] = {
             "gmpo": {"empty_rows": "count", "kl_agg_mode": "token-mean", "kl_empty_rows": "exclude"},
             "dppo_tv": {**_TOKEN, "delta": 3.0},
             "dppo_kl": {**_TOKEN, "delta": 3.0},
-            "dro": {**_TOKEN, "log_ratio_clamp": None},
+            "dro": {**_TOKEN, "log_ratio_clamp": None, "dro_beta": None},
             "clip_cov": {
                 **_TOKEN,
                 "log_ratio_clamp": None,
@@ -145,7 +178,14 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "levels": {"token": _VERL_TOKEN_CLIP, "sequence_token": {"log_ratio_cap": 10.0}},
         "kl": {"k3": {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "raw"},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 1,
+            "eps": 1e-6,
+            "singleton": "raw",
+            "nan_policy": "error",
+        },
         "estimators": {
             **_CENTRED,
             "rloo": {"baseline": "leave_one_out", "scale": "none"},
@@ -170,12 +210,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss": {
             "loss_type": "grpo",
             "loss_agg_mode": "token-mean",
+            "empty_rows": "exclude",
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.0,
             "kl_estimator": "k1",
             "kl_ratio_factor": "none",
             "kl_clamp_out": 10.0,
-            "empty_rows": "exclude",
         },
         "methods": {
             "grpo": {**_TOKEN, "kl_agg_mode": "token-mean"},
@@ -183,7 +228,14 @@ ROWS: dict[str, dict[str, Any]] = {
             "gspo": {**_SEQUENCE, "kl_agg_mode": "token-mean"},
         },
         "levels": {"token": {"log_ratio_clamp": 20.0}, "sequence": {}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-9, "singleton": "error"},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 1,
+            "eps": 1e-9,
+            "singleton": "error",
+            "nan_policy": "error",
+        },
         "estimators": {
             "grpo": {},
             "rloo": {"baseline": "leave_one_out", "scale": "none"},
@@ -205,7 +257,13 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss": {
             "loss_type": "grpo",
             "loss_agg_mode": "token-mean",
+            "empty_rows": "count",
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.01,
             "kl_estimator": "k3",
             "kl_ratio_factor": "none",
@@ -226,6 +284,7 @@ ROWS: dict[str, dict[str, Any]] = {
             "ddof": 1,
             "eps": 1e-6,
             "singleton": "zero",
+            "nan_policy": "error",
         },
         "estimators": {**_CENTRED, "rloo": {}},
         "notes": (
@@ -241,11 +300,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "checked": "read",
         "loss": {
             "loss_type": "grpo",
+            "loss_agg_mode": "seq-mean-token-mean",
+            "empty_rows": "count",
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.0,
             "kl_estimator": "k1",
             "kl_ratio_factor": "none",
-            "empty_rows": "count",
         },
         "methods": {
             "grpo": _TOKEN,
@@ -256,7 +321,14 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "levels": {"token": {}, "sequence": {}},
         "kl": {"k3": {"kl_clamp_out": 10.0}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "zero"},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 1,
+            "eps": 1e-6,
+            "singleton": "zero",
+            "nan_policy": "error",
+        },
         "estimators": _CENTRED,
         "corrections": {"mode": "token_truncate", "clip_min": 0.0, "clip_max": 2.0, "threshold": 1e-4},
         "notes": ("groups of unequal size become one group of the whole batch there; here every group is its own",),
@@ -268,12 +340,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss": {
             "loss_type": "grpo",
             "loss_agg_mode": "token-mean",
+            "empty_rows": "count",
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.001,
             "kl_estimator": "k3",
             "kl_ratio_factor": "none",
             "kl_agg_mode": "seq-mean-token-mean",
-            "empty_rows": "count",
         },
         "methods": {
             "grpo": {**_TOKEN, "log_ratio_clamp": 20.0},
@@ -296,7 +373,14 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "levels": {"token": {}, "sequence_token": {}},
         "kl": {"k3": {"kl_clamp_in": 20.0, "kl_clamp_out": 10.0}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "raw"},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 1,
+            "eps": 1e-6,
+            "singleton": "raw",
+            "nan_policy": "error",
+        },
         "estimators": {
             **_CENTRED,
             "rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "zero"},
@@ -309,6 +393,10 @@ ROWS: dict[str, dict[str, Any]] = {
             "dppo's value is -A r there and -A r logp here; the gradients are the same",
             "the KL is in the reward, per token, with use_kl_in_reward=True (read)",
             "dual_clip=3.0 is a policy loss of its own there: pass it",
+            "read: clip_cov, kl_cov and gpg, which were not executed",
+            "the advantages already carry the weights of the mean, such as 1 / N, when its losses see them: clip_cov's "
+            "bounds of 1 and 5 are never met at usual N, and kl_cov's penalty is a sum beside a mean; here both are as "
+            "documented: covariances of the advantages as they are, and a penalty that is averaged too",
         ),
     },
     "areal": {
@@ -318,7 +406,13 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss": {
             "loss_type": "grpo",
             "loss_agg_mode": "token-mean",
+            "empty_rows": None,  # no mean over sequences there
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.0,
             "kl_estimator": "k1",
             "kl_ratio_factor": "none",
@@ -326,7 +420,14 @@ ROWS: dict[str, dict[str, Any]] = {
         },
         "methods": {"grpo": _TOKEN, "dapo": _TOKEN, "gspo": _SEQUENCE, "sapo": {**_TOKEN, **_SAPO}},
         "levels": {"token": {}, "sequence": {}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-5, "singleton": "zero"},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 1,
+            "eps": 1e-5,
+            "singleton": "zero",
+            "nan_policy": "error",
+        },
         "estimators": {**_CENTRED, "rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "raw"}},
         "corrections": {"mode": "token_mask", "clip_max": 5.0, "sequence_ratio": "geometric"},
         "reward_kl": {"beta": 0.1, "kl_estimator": "k1", "kl_clamp_out": 10.0},
@@ -342,15 +443,27 @@ ROWS: dict[str, dict[str, Any]] = {
         "checked": "read",
         "loss": {
             "loss_type": "dppo_tv",
+            "loss_agg_mode": "token-mean",
+            "empty_rows": None,  # no mean over sequences there
             "epsilon": 0.2,
             "epsilon_high": 0.2,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 2e-3,
             "kl_estimator": "k2",
             "kl_ratio_factor": "none",
         },
         "methods": {"dppo_tv": _TOKEN},
         "levels": {"token": {}},
-        "advantages": {"baseline": "mean", "scale": "none", "singleton": "zero"},
+        "advantages": {
+            # ddof, eps: it has no deviation
+            "baseline": "mean",
+            "scale": "none",
+            "singleton": "zero",
+            "nan_policy": "error",
+        },
         "estimators": {**_CENTRED, "max_rl": {}},
         "notes": (
             "old_logp and ref_logp are the sampling engine's: its kl_tau (log r)^2 is k2 with beta = 2 kl_tau",
@@ -364,8 +477,14 @@ ROWS: dict[str, dict[str, Any]] = {
         "checked": "read",
         "loss": {
             "loss_type": "dapo",
+            "loss_agg_mode": "token-mean",
+            "empty_rows": None,  # no mean over sequences there
             "epsilon": 0.2,
             "epsilon_high": 0.272,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.05,
             "kl_estimator": "k3",
             "kl_ratio_factor": "none",
@@ -377,7 +496,15 @@ ROWS: dict[str, dict[str, Any]] = {
             "cispo": {**_TOKEN, "cispo_bound": "relative", "epsilon": 1.0, "epsilon_high": 0.272},
         },
         "levels": {"token": {}},
-        "advantages": {"baseline": "mean", "scale": "none", "ddof": 0, "eps": 1e-8, "singleton": "zero"},
+        "advantages": {
+            # ddof, eps: those of its "standard"
+            "baseline": "mean",
+            "scale": "none",
+            "ddof": 0,
+            "eps": 1e-8,
+            "singleton": "zero",
+            "nan_policy": "error",
+        },
         "estimators": {**_CENTRED, "max_rl": {}},
         "corrections": {"mode": "token_truncate", "clip_max": 2.0, "log_ratio_clamp": 10.0},
         "notes": ("scale='group' is its advantage_normalization_type='standard'",),
@@ -386,15 +513,34 @@ ROWS: dict[str, dict[str, Any]] = {
         "version": "0.6.1",
         "source": "tinker_cookbook/rl/data_processing.py; the SDK's page 'Loss functions'",
         "checked": "read",
-        "loss": {"loss_type": "importance_sampling", "epsilon": 0.2, "beta": 0.0},
+        "loss": {
+            "loss_type": "importance_sampling",
+            "loss_agg_mode": "token-sum",
+            "empty_rows": None,  # sums only
+            "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
+            "beta": 0.0,
+            "kl_estimator": "k1",  # of its penalty on the advantages
+            "kl_ratio_factor": "none",
+        },
         "methods": {
             "importance_sampling": _TOKEN,
             "grpo": _TOKEN,
             "cispo": {**_TOKEN, "cispo_bound": "absolute", "epsilon": 0.0, "epsilon_high": 4.0},
-            "dro": _TOKEN,
+            "dro": {**_TOKEN, "dro_beta": None},
         },
         "levels": {"token": {}},
-        "advantages": {"baseline": "mean", "scale": "none", "singleton": "zero"},
+        "advantages": {
+            # ddof, eps: it has no deviation
+            "baseline": "mean",
+            "scale": "none",
+            "singleton": "zero",
+            "nan_policy": "error",
+        },
         "estimators": _CENTRED,
         "notes": (
             "old_logp are the sampler's; every loss is a sum: pass loss_agg_mode='token-sum' with a loss_type",
@@ -407,11 +553,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "checked": "executed",
         "loss": {
             "loss_type": "dapo",
+            "loss_agg_mode": "token-mean",
+            "empty_rows": "count",
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.04,
             "kl_estimator": "k3",
             "kl_ratio_factor": "none",
-            "empty_rows": "count",
         },
         "methods": {
             **{name: {"importance_sampling_level": "token"} for name in ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")},
@@ -421,11 +573,19 @@ ROWS: dict[str, dict[str, Any]] = {
             "vespo": {**_TOKEN, **_VESPO},
         },
         "levels": {"token": {}, "sequence": {}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-4, "singleton": "zero", **_EXCLUDE},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 1,
+            "eps": 1e-4,
+            "singleton": "zero",
+            "nan_policy": "exclude",
+        },
         "estimators": {**_CENTRED, "gdpo": {}},
         "notes": (
             "it has no advantages of its own: those of TRL, whose GRPO trainer calls it",
             "luspo at the token level averages over masked slots too there; here over counted tokens only",
+            "read: luspo at the token level, which was not executed; luspo at the sequence level was",
             "its Triton kernel's epsilon_high defaults to 0.4; this row is the chunked loss",
         ),
     },
@@ -436,14 +596,27 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss": {
             "loss_type": "grpo",
             "loss_agg_mode": "token-mean",
+            "empty_rows": "count",
             "epsilon": 0.1,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.1,
             "kl_estimator": "k3",
             "kl_ratio_factor": "none",
         },
         "methods": {"grpo": _TOKEN, "dapo": _TOKEN},
         "levels": {"token": {}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-4, "singleton": "error"},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 1,
+            "eps": 1e-4,
+            "singleton": "error",
+            "nan_policy": "error",
+        },
         "estimators": {"grpo": {}},
         "notes": (
             "denominators have 1e-8 added there",
@@ -456,11 +629,17 @@ ROWS: dict[str, dict[str, Any]] = {
         "checked": "executed",
         "loss": {
             "loss_type": "grpo",
+            "loss_agg_mode": "seq-mean-token-mean",
+            "empty_rows": "exclude",
             "epsilon": 0.2,
+            "epsilon_high": None,
+            "dual_clip": None,
+            "delta": None,
+            "log_ratio_clamp": None,
+            "log_ratio_cap": None,
             "beta": 0.04,
             "kl_estimator": "k1",
             "kl_ratio_factor": "none",
-            "empty_rows": "exclude",
         },
         "methods": {
             "grpo": _TOKEN,
@@ -469,7 +648,14 @@ ROWS: dict[str, dict[str, Any]] = {
             "gspo_token": {**_SEQUENCE_TOKEN, "log_ratio_cap": 10.0},
         },
         "levels": {"token": {"log_ratio_clamp": 20.0}, "sequence_token": {"log_ratio_clamp": 20.0}},
-        "advantages": {"baseline": "mean", "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "error"},
+        "advantages": {
+            "baseline": "mean",
+            "scale": "group",
+            "ddof": 1,
+            "eps": 1e-6,
+            "singleton": "error",
+            "nan_policy": "error",
+        },
         "estimators": {
             "grpo": {},
             "rloo": {"baseline": "leave_one_out", "scale": "none", "singleton": "zero"},

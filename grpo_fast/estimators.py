@@ -148,7 +148,7 @@ def _checked(name: str, convention: str | None, o: dict[str, Any]) -> Options:
             f"scale: no source combines 'leave_one_out' with baseline={baseline!r}; "
             "pass baseline='leave_one_out', or scale='group'"
         )
-    k = check.integer("k", o["k"], least=1) if "k" in o else 0
+    k = check.integer("k", o["k"], least=1, most=check.MOST_TOKENS) if "k" in o else 0
     if name == "pkpo" and k == 1 and baseline == "leave_one_out_minus_one":
         raise ValueError(
             "k: 1 leaves no k - 1 others to compare with; pass a larger one, estimator='rloo', "
@@ -195,7 +195,7 @@ def takes_tokens(options: Mapping[str, Any]) -> bool:
 
 def check_ddof(ddof: int | None) -> int:
     """0 or 1."""
-    value = 0 if ddof is None else check.integer("ddof", ddof, least=0)
+    value = 0 if ddof is None else check.integer("ddof", ddof, least=0, most=check.MOST_TOKENS)
     if value > 1:
         raise ValueError(f"ddof: expected 0 (population) or 1 (sample), got {value}; pass one of the two")
     return value

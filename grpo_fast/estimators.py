@@ -598,8 +598,13 @@ def whiten_tokens(kernels: Any, values: Real, tokens: Tokens, ddof: int) -> None
     centre = total / n if n else 0.0
     moments(values, *where, centre, table, threads)
     _, rest, squares = kernels.sum_columns(table)
-    scale = 0.0 if n <= ddof else 1 / np.sqrt(max(squares - rest * rest / n, 0.0) / (n - ddof) + WHITEN_EPS)
-    kernels.token_affine(values, *where, centre, float(scale), values, threads)
+    scale = 0.0 if n <= ddof else float(1 / np.sqrt(max(squares - rest * rest / n, 0.0) / (n - ddof) + WHITEN_EPS))
+    left = float(rest / n) if n else 0.0  # the mean is centre + left, and float64 may not hold their sum
+    shift = float(centre + left)
+    left = (left - (shift - centre)) * scale
+    kernels.token_affine(values, *where, shift, scale, values, threads)
+    if abs(left) > np.finfo(values.dtype).eps:
+        kernels.token_affine(values, *where, left, 1.0, values, threads)
 
 
 def returns(

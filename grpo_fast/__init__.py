@@ -16,7 +16,7 @@ from ._version import __version__
 from .advantages import compute_grpo_advantages, group_advantages
 from .conventions import Convention, convention
 from .corrections import importance_weights
-from .custom import check_gradient as check_surrogate_gradient
+from .custom import check_surrogate_gradient
 from .diagnostics import off_policy_metrics
 from .explain import explain
 from .filters import informative_groups

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TOKENS_PER_THREAD = 16384  # a thread that got less would cost more than it saves
 
+MOST = max(64, os.cpu_count() or 1)  # as many as the pool has; more would only wait for each other
+
 _pools: dict[int, ThreadPoolExecutor] = {}  # by process: threads do not survive a fork
 _set: int | None = None
 
@@ -31,7 +33,7 @@ def set_num_threads(n: int | None) -> None:
 
 
 def choose(n_tokens: int, n_threads: int | None = None) -> int:
-    """The number of threads for so many tokens; results never depend on it."""
+    """The number of threads for so many tokens, at most ``MOST``; results never depend on it."""
     if n_threads is not None:
         return _positive("n_threads", n_threads)
     worth = 1 + n_tokens // TOKENS_PER_THREAD
@@ -68,6 +70,8 @@ def run(worker: Callable[[], None], n_threads: int) -> None:
 
 def _positive(name: str, n: int) -> int:
     try:
+        if isinstance(n, bool):
+            raise TypeError
         value = operator.index(n)
     except TypeError:
         raise TypeError(
@@ -77,7 +81,7 @@ def _positive(name: str, n: int) -> int:
         return _set or available()
     if value < 1:
         raise ValueError(f"{name}: expected a positive integer or -1, got {value}; use -1 for all available CPUs")
-    return value
+    return min(value, MOST)
 
 
 def _pool() -> ThreadPoolExecutor:
@@ -86,7 +90,7 @@ def _pool() -> ThreadPoolExecutor:
         from concurrent.futures import ThreadPoolExecutor
 
         # setdefault is atomic: of two pools made at once one is kept, and the other never had a thread
-        pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(max(64, os.cpu_count() or 1), "grpo_fast"))
+        pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(MOST, "grpo_fast"))
     return pool
 
 

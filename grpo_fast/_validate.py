@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from ._contract import LARGEST, Double, Int
 
+MOST_TOKENS = 2**63 - 1  # what int64 counts
+
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     """``value``, which must be one of the ``known`` names."""
@@ -43,12 +45,14 @@ def number(name: str, value: Any, *, least: float = -np.inf, above: float = -np.
     return result
 
 
-def integer(name: str, value: Any, *, least: int) -> int:
-    """``value`` as an int ``>= least``."""
+def integer(name: str, value: Any, *, least: int, most: int | None = None) -> int:
+    """``value`` as an int ``>= least`` and ``<= most``."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}: expected an integer >= {least}, got {value!r}; pass an int")
     if value < least:
         raise ValueError(f"{name}: expected an integer >= {least}, got {value}; pass a larger one")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: expected an integer from {least} to {most}, got a larger one; pass a smaller one")
     return int(value)
 
 

@@ -447,6 +447,14 @@ def _packed(token_offsets: npt.ArrayLike, mask: npt.ArrayLike | None, of_tokens:
     if array is not None:
         n_slots = len(check.any_array(first, array))
         offsets = check.offsets("token_offsets", token_offsets, n_slots, first)
+    else:
+        try:
+            np.empty(n_slots)  # of the size of what is returned
+        except (MemoryError, ValueError):
+            raise ValueError(
+                f"token_offsets: token_offsets[{len(offsets) - 1}]={n_slots} is beyond any array in memory; "
+                "check that offsets count tokens"
+            ) from None
     flags = None if mask is None else check.mask("mask", mask, n_slots)
     return est.Tokens(offsets[:-1], offsets[1:], flags, n_slots)
 
@@ -549,8 +557,12 @@ def _along(
             )
         est.optimal_token_baseline(kernels, to_go, energy, tokens, groups, o)
         return check.narrow(to_go, dtype)
-    out: Real = np.zeros(tokens.n_slots, np.float32 if dtype == np.float32 else np.float64)
-    est.returns(kernels, rewards, final, loaded.get("values"), tokens, o, out)
+    values = loaded.get("values")
+    single = dtype == np.float32 and compared is None  # of two returns beyond it the difference may be within
+    if not single:
+        rewards, values = (None if a is None else a.astype(np.float64, copy=False) for a in (rewards, values))
+    out: Real = np.zeros(tokens.n_slots, np.float32 if single else np.float64)
+    est.returns(kernels, rewards, final, values, tokens, o, out)
     if compared is not None:
         out -= est.expand(kernels, compared, tokens, out.dtype)
     if o.whiten == "batch":

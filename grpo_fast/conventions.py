@@ -7,6 +7,7 @@ use for are dropped; explicit ones raise. What depends on the method is keyed by
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,11 +119,13 @@ def convention(name: str) -> Convention:
         return name
     if not isinstance(name, str):
         raise TypeError(f"convention: expected a name such as 'trl', got {type(name).__name__}; pass a string or None")
-    key, _, version = (part.strip() for part in name.partition("=="))
+    key, versioned, version = name.partition("==")
     if key not in CONVENTIONS:
-        raise ValueError(f"convention: {key!r} is not known; choose one of {', '.join(map(repr, CONVENTIONS))}")
+        close = difflib.get_close_matches(key.strip().lower(), CONVENTIONS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"convention: {key!r} is not known; {hint}choose one of {', '.join(map(repr, CONVENTIONS))}")
     row = CONVENTIONS[key]
-    if version and version != row.version:
+    if versioned and version != row.version:
         raise ValueError(
             f"convention: version {version!r} of {key} is not known; its numbers here are those of {row.version}: "
             f"pass {key!r} or '{key}=={row.version}'"

@@ -1,4 +1,6 @@
-"""A user's own surrogate: :func:`prepare` makes the kernel's loop of it, :func:`check_gradient` tries its slopes.
+"""A user's own surrogate.
+
+:func:`prepare` makes the kernel's loop of it, :func:`check_surrogate_gradient` tries its slopes.
 
 Such a function is scalar, ``f(lam, logp, old_logp, A, params) -> (value, d/dlam, d/dlogp)``, and takes the place of a
 row of ``tables.SURROGATES``. Numba compiles it into the loop over tokens, so none of it runs in Python.
@@ -20,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _backends, _numpy, _numpy_base
+from . import _validate as check
 from ._contract import STATS, Batch, Double
 
 #: The function: (lam, logp, old_logp, A, params) -> (value, d/dlam, d/dlogp).
@@ -30,10 +33,19 @@ ARGUMENTS = ("lam", "logp", "old_logp", "A", "params")
 _SHAPE = f"f({', '.join(ARGUMENTS)}) -> (value, d/dlam, d/dlogp)"
 _N_PARAMS = 4  # p0..p3 of a Plan
 
-#: (lam, logp, old_logp, A) at which every function is tried: on policy, off it both ways, either sign of A, and none.
+#: (lam, logp, old_logp, A) at which every function is tried: on policy, off it both ways, near and far, either sign
+#: of A, and none.
 _TRIALS = tuple(
     (lam, logp, logp - lam, A)
-    for (lam, logp), A in itertools.product([(0.0, -0.5), (0.7, -0.1), (-1.2, -3.0)], [1.5, -0.5, 0.0])
+    for (lam, logp), A in itertools.product(
+        [
+            (0.0, -0.5),
+            (0.7, -0.1),
+            (-1.2, -3.0),
+            *((far, min(far, 0.0) - 0.5) for k in (10.0, 100.0, 300.0) for far in (k, -k)),
+        ],
+        [1.5, -0.5, 0.0],
+    )
 )
 
 
@@ -52,7 +64,7 @@ class Custom:
         return _loop(self._adapted, dtype)
 
     def verify(self, batch: Batch, stats: Double) -> None:
-        """Raise where the function gave NaN or inf although it got numbers.
+        """Raise where the function gave NaN or inf, or raised, although it got numbers.
 
         Raises
         ------
@@ -63,7 +75,7 @@ class Custom:
         if len(bad) == 0:
             return
         i = int(bad[0])
-        where = f"completion {i}"
+        what, where = "gives NaN or inf", f"completion {i}"
         counted = _numpy_base._counted(batch.mask, batch.start[i], batch.stop[i])
         tokens = _numpy._gather(batch, i, counted)
         slots = batch.start[i] + np.flatnonzero(counted)
@@ -71,13 +83,14 @@ class Custom:
             point = (float(logp - old_logp), float(logp), float(old_logp), float(A))
             try:
                 fine = all(map(math.isfinite, _call(self._function, point, self.params)))
-            except ArithmeticError:
+            except Exception as error:  # whatever the user's function raises, it is quoted
                 fine = False
+                what = f"raises {type(error).__name__} ({error})"
             if not fine:
                 where = f"token {t} of completion {i}, {_at(point, self.params)}"
                 break
         raise ValueError(
-            f"loss_type: {self.name} gives NaN or inf at {where}; let it return finite numbers for every finite input, "
+            f"loss_type: {self.name} {what} at {where}; let it return finite numbers for every finite input, "
             "such as exp(min(lam, 20))"
         )
 
@@ -93,8 +106,9 @@ def prepare(
         Scalars, and ``params`` a tuple of four floats; returns ``(value, d/dlam, d/dlogp)``, three finite numbers.
         In float32 the scalars are float32, and blocks of tokens whose results do not fit are done over in float64.
         What it uses from outside is read once, when it compiles. Compiled forms are kept for as long as the process
-        runs, for the last 64 functions: define the function once, not in every step.
-    loss_params : up to four numbers; missing ones are 0
+        runs, for the last 64 functions: define the function once, not in every step. An index out of range is found
+        in the function itself; in compiled ones that it calls only where ``njit(boundscheck=True)`` made them.
+    loss_params : up to four numbers; missing ones are 0, but a function that reads ``params`` needs one at least
     backend : None, or "numba", the only one that can
 
     Returns
@@ -110,7 +124,7 @@ def prepare(
     BackendUnavailable  where Numba is missing
     """
     python = _python_function(function)
-    params = _parameters(loss_params)
+    params = _parameters("loss_params", python, loss_params)
     asked = backend or (_backends.default() if _backends.is_set() or os.environ.get("GRPO_FAST_BACKEND") else None)
     if asked not in (None, "numba"):
         raise ValueError(
@@ -150,17 +164,41 @@ def _python_function(function: Surrogate) -> Surrogate:
     return python
 
 
-def _parameters(loss_params: float | Sequence[float] | None) -> Params:
-    given = [] if loss_params is None else np.ravel(np.asarray(loss_params)).tolist()
+def _parameters(argument: str, python: Surrogate, values: float | Sequence[float] | None) -> Params:
+    try:
+        given = [] if values is None else np.ravel(np.asarray(values)).tolist()
+    except ValueError:
+        raise ValueError(f"{argument}: {values!r} is no list of numbers; pass up to four numbers") from None
     if len(given) > _N_PARAMS:
         raise ValueError(
-            f"loss_params: at most {_N_PARAMS} numbers, got {len(given)}; write the others into the function"
+            f"{argument}: at most {_N_PARAMS} numbers, got {len(given)}; write the others into the function"
         )
     for k, value in enumerate(given):
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"loss_params: entry {k} is {value!r}; pass finite numbers")
+        try:
+            good = isinstance(value, int | float) and math.isfinite(value)
+        except OverflowError:
+            good = False
+        if not good:
+            shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:37]}..."
+            raise ValueError(f"{argument}: entry {k} is {shown}; pass finite numbers")
+    if not given and (name := _params_read(python)):
+        raise ValueError(f"{argument}: {_name(python)} reads {name} and none were given; pass up to four numbers")
     p0, p1, p2, p3 = (*map(float, given), *(0.0,) * (_N_PARAMS - len(given)))
     return p0, p1, p2, p3
+
+
+def _params_read(python: Surrogate) -> str | None:
+    """The name of the fifth argument if the function uses what is passed in it."""
+    code = python.__code__
+    if code.co_argcount < len(ARGUMENTS):  # *arguments, say
+        return None
+    name = str(code.co_varnames[len(ARGUMENTS) - 1])
+    for instruction in dis.get_instructions(code):
+        # newer Pythons load or store two names at once, and name both
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if name in names and instruction.opname.startswith(("LOAD_", "STORE_")):
+            return name if instruction.opname.startswith("LOAD_") else None
+    return None
 
 
 def _name(function: Any) -> str:
@@ -208,12 +246,16 @@ def _adapted(function: Surrogate) -> Any:
     python = getattr(function, "py_func", function)
     # compiled once more, because division by 0 must give inf here rather than raise
     own = {name: value for name, value in getattr(function, "targetoptions", {}).items() if name == "fastmath"}
-    compiled = njit(**plain | own)(python)
+    compiled = njit(**plain | own, boundscheck=True)(python)
 
     @njit(**plain)
     def adapted(lam, r, logp, old_logp, a, p, bound):  # type: ignore[no-untyped-def]
         real = type(r)
-        value, lam_slope, logp_slope = compiled(lam, logp, old_logp, a, p)
+        # an exception cannot leave the loop: it would be printed, and the block's memory left as it was
+        try:
+            value, lam_slope, logp_slope = compiled(lam, logp, old_logp, a, p)
+        except Exception:
+            return real(np.nan), real(np.nan), real(np.nan)
         # what is too much to be weighed and added up in this dtype, or NaN, makes the sum of the block NaN
         beyond = 1e20 if real(1e60) == np.inf else 1e150
         most = max(abs(value), abs(lam_slope), abs(logp_slope))
@@ -245,11 +287,12 @@ def _loop(adapted: Any, dtype: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:
-    """What :func:`check_gradient` found.
+    """What :func:`check_surrogate_gradient` found.
 
     ``max_error`` is the largest |slope - difference| / max(1, |difference|) of the ``n_compared`` slopes, met at
     ``worst``: the point, ``slope`` ("d/dlam" or "d/dlogp"), what the function ``claimed`` and the ``difference``.
-    ``n_kinks`` slopes were left out, at points within a step of a kink or jump of the value.
+    ``n_kinks`` slopes were left out, at points within a step of a kink or jump of the value. ``hint`` says what to
+    do where it is not ``ok``.
     """
 
     ok: bool
@@ -258,6 +301,7 @@ class GradientReport:
     n_compared: int
     n_kinks: int
     tolerance: float
+    hint: str = ""
 
     def __str__(self) -> str:
         compared = f"{self.n_compared} slopes compared, {self.n_kinks} at kinks left out"
@@ -267,15 +311,16 @@ class GradientReport:
         return (
             f"{compared}; largest error {self.max_error:.3g} (tolerance {self.tolerance:g}): {self.worst['slope']} at "
             f"{point} is {self.worst['claimed']:.9g}, the value's differences say {self.worst['difference']:.9g}"
+            + (f"; {self.hint}" if self.hint else "")
         )
 
 
 _STEP = 1e-5  # of the central differences: its square and 1e-16 over it are both about 1e-10
 
 
-def check_gradient(
+def check_surrogate_gradient(
     function: Surrogate,
-    params: float | Sequence[float] = (),
+    params: float | Sequence[float] | None = None,
     *,
     detached: Callable[..., float] | None = None,
     seed: int = 0,
@@ -291,12 +336,13 @@ def check_gradient(
     Parameters
     ----------
     function : ``f(lam, logp, old_logp, A, params) -> (value, d/dlam, d/dlogp)``, as for ``grpo_loss``
-    params : its parameters, up to four numbers
+    params : its parameters, up to four numbers; needed where the function reads them
     detached : ``g(lam, logp, old_logp, A, params, lam0, logp0) -> value``, for a surrogate with parts that no
         gradient is to pass through: the same value, with ``lam0`` and ``logp0`` in those parts. Its differences in
         ``lam`` and ``logp`` alone are what the slopes are compared with, and with all of them equal its value must be
         the function's.
-    seed, n : of the points
+    seed : integer >= 0, of the points
+    n : integer >= 1, of points
     tolerance : on |slope - difference| / max(1, |difference|)
     raise_error : raise rather than report what is beyond it
 
@@ -306,8 +352,9 @@ def check_gradient(
 
     Raises
     ------
-    ValueError  with the worst point, if asked to; where ``detached`` is not the function's value; where most points
-        are at kinks, and nothing could be said
+    ValueError, TypeError
+        With the worst point, if asked to; where it is no such function, or its parameters are left out; where
+        ``detached`` is not the function's value; where most points are at kinks, and nothing could be said.
 
     Notes
     -----
@@ -325,7 +372,9 @@ def check_gradient(
     True
     """
     python = _python_function(function)
-    p = _parameters(params)
+    p = _parameters("params", python, params)
+    seed, n = check.integer("seed", seed, least=0), check.integer("n", n, least=1)
+    tolerance = check.number("tolerance", tolerance, least=0.0)
     for point in _TRIALS:
         _try(python, point, p)
 
@@ -344,17 +393,18 @@ def check_gradient(
                 largest = error if not math.isnan(error) else math.inf
                 worst = dict(zip(ARGUMENTS, (*point, p), strict=True))
                 worst |= {"slope": name, "claimed": claimed, "difference": difference}
-    report = GradientReport(largest <= tolerance, largest, worst, compared, kinks, tolerance)
-    if n > 0 and compared < kinks:
+    ok = largest <= tolerance
+    hint = "" if ok else "correct it"
+    if not ok and detached is None:
+        hint += ", or pass detached= if a part of it is not to be differentiated"
+    report = GradientReport(ok, largest, worst, compared, kinks, tolerance, hint)
+    if compared < kinks:
         raise ValueError(
             f"function: {kinks} of {compared + kinks} slopes of {_name(python)} are at kinks or jumps of its value, "
             "too many to compare; make the value a continuous function of lam and logp, in float64"
         )
     if raise_error and not report.ok:
-        raise ValueError(
-            f"function: {_name(python)} has a slope that is not its value's: {report}; correct it"
-            + ("" if detached else ", or pass detached= if a part of it is not to be differentiated")
-        )
+        raise ValueError(f"function: {_name(python)} has a slope that is not its value's: {report}")
     return report
 
 

@@ -159,7 +159,7 @@ def _checked(name: str, convention: str | None, o: dict[str, Any]) -> Options:
             f"scale: no source combines 'leave_one_out' with baseline={baseline!r}; "
             "pass baseline='leave_one_out', or scale='group'"
         )
-    k = check.integer("k", o["k"], least=1) if "k" in o else 0
+    k = check.integer("k", o["k"], least=1, most=check.MOST_TOKENS) if "k" in o else 0
     if name == "pkpo" and k == 1 and baseline == "leave_one_out_minus_one":
         raise ValueError(
             "k: 1 leaves no k - 1 others to compare with; pass a larger one, estimator='rloo', "
@@ -206,7 +206,7 @@ def takes_tokens(options: Mapping[str, Any]) -> bool:
 
 def check_ddof(ddof: int | None) -> int:
     """0 or 1."""
-    value = 0 if ddof is None else check.integer("ddof", ddof, least=0)
+    value = 0 if ddof is None else check.integer("ddof", ddof, least=0, most=check.MOST_TOKENS)
     if value > 1:
         raise ValueError(f"ddof: expected 0 (population) or 1 (sample), got {value}; pass one of the two")
     return value
@@ -609,8 +609,13 @@ def whiten_tokens(kernels: Any, values: Real, tokens: Tokens, ddof: int) -> None
     centre = total / n if n else 0.0
     moments(values, *where, centre, table, threads)
     _, rest, squares = kernels.sum_columns(table)
-    scale = 0.0 if n <= ddof else 1 / np.sqrt(max(squares - rest * rest / n, 0.0) / (n - ddof) + WHITEN_EPS)
-    kernels.token_affine(values, *where, centre, float(scale), values, threads)
+    scale = 0.0 if n <= ddof else float(1 / np.sqrt(max(squares - rest * rest / n, 0.0) / (n - ddof) + WHITEN_EPS))
+    left = float(rest / n) if n else 0.0  # the mean is centre + left, and float64 may not hold their sum
+    shift = float(centre + left)
+    left = (left - (shift - centre)) * scale
+    kernels.token_affine(values, *where, shift, scale, values, threads)
+    if abs(left) > np.finfo(values.dtype).eps:
+        kernels.token_affine(values, *where, left, 1.0, values, threads)
 
 
 def returns(

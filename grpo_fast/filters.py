@@ -84,7 +84,7 @@ def informative_groups(
             )
         group_offsets = np.arange(array.shape[0] + 1) * array.shape[1]
     policy = check.one_of("nan_policy", "error" if nan_policy is None else nan_policy, NAN_POLICIES)
-    least = check.integer("min_size", min_size, least=2)
+    least = check.integer("min_size", min_size, least=2, most=check.MOST_TOKENS)
     way = None if policy == "exclude" else "drop that row, or pass nan_policy='exclude'"
     values = finite_rewards("rewards", array, way)
     columns = values.reshape(-1, 1) if grid or array.ndim == 1 else values

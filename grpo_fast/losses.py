@@ -326,7 +326,8 @@ def evaluate(
         weights=_weigh(resolved.weighing, counts, groups),
         kl_weights=None if resolved.kl_weighing is None else _weigh(resolved.kl_weighing, counts, groups),
     )
-    grad, kernel_grad = _gradient(logp, batch, ranges, compute_grad, grad_out, grad_dtype)
+    chosen = resolved.selection_options.get("selected") if resolved.selection is not None else None
+    grad, kernel_grad = _gradient(logp, batch, ranges, compute_grad, grad_out, grad_dtype, chosen)
     stats = np.empty((len(counts), len(STATS)))
     threads = _threads.choose(int(counts.sum()), n_threads)
     if function is None:
@@ -435,7 +436,7 @@ def _advantages(
         raise ValueError(
             "step_offsets: there are no step advantages to lay out; pass advantage_level='step' or step_advantages"
         )
-    step_batch = (None, None, None) if steps is None else _steps(steps, level, *layout, ranges)
+    step_batch = (None, None, None) if steps is None else _steps(steps, level, *layout, ranges, counts)
     if level == "step":
         return None, *step_batch, None
     array = check.real("advantages", advantages)
@@ -457,6 +458,7 @@ def _steps(
     step_offsets: npt.ArrayLike | None,
     step_ends: npt.ArrayLike | None,
     ranges: Ranges,
+    counts: Int,
 ) -> tuple[Double, Int, Int]:
     if step_offsets is None or step_ends is None:
         missing = "step_offsets" if step_offsets is None else "step_ends"
@@ -468,6 +470,7 @@ def _steps(
     offsets = check.offsets("step_offsets", step_offsets, len(ends), "step_ends")
     check.length("step_offsets", offsets, len(ranges.start) + 1, "completion, plus one")
     check.step_ends(ends, offsets, ranges.stop - ranges.start)
+    values[offsets[0] : offsets[-1]][np.repeat(counts == 0, np.diff(offsets))] = 0.0  # as _per_completion
     check.finite(name, values, "step")
     return values, offsets, ends
 
@@ -479,8 +482,11 @@ def _gradient(
     compute_grad: bool,
     grad_out: npt.NDArray[Any] | None,
     grad_dtype: npt.DTypeLike | None,
+    selected: npt.ArrayLike | None,
 ) -> tuple[npt.NDArray[Any] | None, Real | None]:
     """The caller's gradient, and the one the kernel writes: the same array unless it is 16-bit."""
+    if not isinstance(compute_grad, (bool, np.bool_)):
+        raise TypeError(f"compute_grad: expected True or False, got {compute_grad!r}; pass one of them")
     if not compute_grad:
         for name, value in (("grad_out", grad_out), ("grad_dtype", grad_dtype)):
             if value is not None:
@@ -489,7 +495,7 @@ def _gradient(
     if grad_dtype is not None:
         _check_dtype(grad_dtype)
     if grad_out is not None:
-        _check_grad_out(grad_out, batch, ranges.n_slots, grad_dtype)
+        _check_grad_out(grad_out, batch, ranges.n_slots, grad_dtype, selected)
         grad = grad_out
     else:
         dtype = logp.dtype if grad_dtype is None else np.dtype(grad_dtype)
@@ -514,7 +520,13 @@ def _check_dtype(grad_dtype: npt.DTypeLike) -> None:
         raise TypeError(f"grad_dtype: expected a float dtype, got {grad_dtype!r}; pass np.float32 or np.float64")
 
 
-def _check_grad_out(grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad_dtype: npt.DTypeLike | None) -> None:
+def _check_grad_out(
+    grad_out: npt.NDArray[Any],
+    batch: Batch,
+    n_slots: int,
+    grad_dtype: npt.DTypeLike | None,
+    selected: npt.ArrayLike | None,
+) -> None:
     if not isinstance(grad_out, np.ndarray):
         raise TypeError(f"grad_out: expected a NumPy array, got {type(grad_out).__name__}; pass np.empty_like(logp)")
     wrong = (
@@ -536,7 +548,8 @@ def _check_grad_out(grad_out: npt.NDArray[Any], batch: Batch, n_slots: int, grad
             f"grad_out: expected a writable contiguous {wanted} array of shape ({n_slots},), got {wrong}; "
             "pass np.empty_like(logp)"
         )
-    for name, array in zip(batch._fields, batch, strict=True):
+    chosen = None if selected is None else check.any_array("selected", selected)
+    for name, array in (*zip(batch._fields, batch, strict=True), ("selected", chosen)):
         if array is not None and np.may_share_memory(grad_out, array):
             raise ValueError(
                 f"grad_out: it overlaps {name}, which would be overwritten while it is read; pass its own memory"

@@ -84,7 +84,7 @@ def overlong_penalty(
     """
     tokens = _lengths(lengths)
     form = check.one_of("form", form, OVERLONG_FORMS)
-    longest = check.integer("max_completion_len", max_completion_len, least=1)
+    longest = check.integer("max_completion_len", max_completion_len, least=1, most=check.MOST_TOKENS)
     cache = check.integer("soft_punish_cache", soft_punish_cache, least=0)
     factor = check.number("penalty_factor", penalty_factor, least=0.0)
     if cache > longest:
@@ -158,7 +158,7 @@ def cosine_length_reward(
     array([ 0.75, -0.75, -1.  ,  0.5 ])
     """
     tokens = _lengths(lengths)
-    longest = check.integer("max_len", max_len, least=1)
+    longest = check.integer("max_len", max_len, least=1, most=check.MOST_TOKENS)
     policy = check.one_of("nan_policy", "error" if nan_policy is None else nan_policy, NAN_POLICIES)
     right, unknown = _flags("correct", correct, tokens.shape, allow_nan=policy == "exclude")
     at_zero, at_max = np.zeros(tokens.shape), np.zeros(tokens.shape)
@@ -288,7 +288,7 @@ def repetition_penalty(
     """
     ids = check.integers("token_ids", token_ids)
     offsets = check.offsets("token_offsets", token_offsets, len(ids), "token_ids")
-    size = check.integer("ngram_size", ngram_size, least=1)
+    size = check.integer("ngram_size", ngram_size, least=1, most=check.MOST_TOKENS)
     worst = check.number("max_penalty", max_penalty)
     if worst > 0:
         raise ValueError(f"max_penalty: expected a number <= 0, got {worst:g}; pass its negative")

@@ -118,7 +118,7 @@ def test_what_float32_cannot_hold_is_done_over_in_float64() -> None:
 @DTYPES
 def test_nan_is_an_error_that_names_the_token(dtype: Any) -> None:
     def broken(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
-        return (-A * logp, 0.0, math.nan if logp < -7 else -A)
+        return (-A * logp, 0.0, math.nan if -9 < logp < -7 else -A)
 
     own = custom.prepare(broken)
     logp = np.full(40, -1.0, dtype)
@@ -129,6 +129,100 @@ def test_nan_is_an_error_that_names_the_token(dtype: Any) -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"loss_type: broken gives NaN or inf at token 23 of completion 1, lam=0, "):
         run(c.Plan(c.SURROGATE_CUSTOM), batch, dtype, own)
+
+
+def one_far_token(at: int, lam: float, dtype: Any) -> c.Batch:
+    """Two completions of 150 tokens on policy, but one."""
+    logp = np.full(300, -1.0, dtype)
+    old_logp = logp.copy()
+    old_logp[at] -= lam
+    return c.Batch(
+        np.array([0, 150]), np.array([150, 300]), logp, old_logp, None, None, None, None, np.ones(2), None, None, None,
+        None, np.ones(2),
+    )  # fmt: skip
+
+
+TABLE = np.arange(4.0)
+
+
+@needs_numba
+@DTYPES
+@pytest.mark.parametrize("kind", ["helper", "key", "params", "table"])
+def test_what_raises_in_the_loop_is_an_error_that_names_the_token(
+    kind: str, dtype: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not a block of whatever was in the memory, with the exception printed and ignored."""
+    import numba
+
+    @numba.njit
+    def limited(x):  # type: ignore[no-untyped-def]
+        if x == 57:
+            raise ValueError("too far")
+        return x
+
+    def helper(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
+        return -A * limited(lam), -A, 0.0
+
+    def key(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
+        known = {0: 1.0}
+        return -A * logp, 0.0, -A * known[1 if lam == 57 else 0]
+
+    def parameter(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
+        return -A * logp, params[7 if lam == 57 else 0], -A
+
+    def table(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
+        return -A * logp, TABLE[1 << 60 if lam == 57 else 0], -A
+
+    function, quoted = {
+        "helper": (helper, "ValueError (too far)"),
+        "key": (key, "KeyError (1)"),
+        "params": (parameter, "IndexError (tuple index out of range)"),
+        "table": (table, "IndexError (index 1152921504606846976 is out of bounds for axis 0 with size 4)"),
+    }[kind]
+    own = custom.prepare(function, 0.5)
+    run(c.Plan(c.SURROGATE_CUSTOM), one_far_token(170, 56.0, dtype), dtype, own)
+    with pytest.raises(ValueError, match="loss_type: ") as raised:
+        run(c.Plan(c.SURROGATE_CUSTOM), one_far_token(170, 57.0, dtype), dtype, own)
+    sentence = f"raises {quoted} at token 170 of completion 1, lam=57, logp=-1, old_logp=-58, A=1, "
+    assert sentence in str(raised.value)
+    assert "ignored" not in capfd.readouterr().err
+
+
+def test_it_is_tried_far_off_policy() -> None:
+    for bound in (5, 50, 200, -5, -50, -200):
+
+        def far(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
+            return (math.nan if lam / params[0] > 1 else 0.0), 0.0, 0.0
+
+        with pytest.raises(ValueError, match=r"far returns \(nan, 0.0, 0.0\) at lam=-?[13]0"):
+            custom.prepare(far, bound)
+
+
+def test_parameters_that_are_read_must_be_given() -> None:
+    sentence = "loss_params: clip reads params and none were given; pass up to four numbers"
+    with pytest.raises(ValueError) as raised:
+        gf.grpo_loss([-1.0], [-1.0], None, [1.0], [0, 1], loss_type=clip)
+    assert str(raised.value) == sentence
+    with pytest.raises(ValueError, match=r"^params: clip reads params and none were given"):
+        gf.check_surrogate_gradient(clip)
+
+    def own_bounds(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
+        params = (0.8, 1.2)
+        return clip(lam, logp, old_logp, A, params)
+
+    assert gf.check_surrogate_gradient(own_bounds).ok  # it never reads what is passed
+
+
+def test_the_check_of_slopes_checks_its_own_arguments() -> None:
+    for name, value in (("n", -5), ("n", 0), ("seed", -1), ("tolerance", -1.0)):
+        with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {value}"):
+            gf.check_surrogate_gradient(clip, (0.8, 1.2), **{name: value})
+    assert gf.check_surrogate_gradient.__name__ == "check_surrogate_gradient"
+
+
+def test_a_report_that_fails_mentions_detached() -> None:
+    assert "or pass detached= if" in str(gf.check_surrogate_gradient(cispo, (0.8, 1.2)))
+    assert "detached" not in str(gf.check_surrogate_gradient(cispo, (0.8, 1.2), detached=cispo_detached))
 
 
 def asserting(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
@@ -176,7 +270,13 @@ def test_what_numba_cannot_compile() -> None:
 
 @pytest.mark.parametrize(
     ("params", "sentence"),
-    [((1, 2, 3, 4, 5), "at most 4 numbers, got 5"), ((1.0, math.nan), "entry 1 is nan"), (("a",), "entry 0 is 'a'")],
+    [
+        ((1, 2, 3, 4, 5), "at most 4 numbers, got 5"),
+        ((1.0, math.nan), "entry 1 is nan"),
+        (("a",), "entry 0 is 'a'"),
+        ([[1], [2, 3]], "[[1], [2, 3]] is no list of numbers; pass up to four numbers"),
+        ([1, 10**400], "entry 1 is 1000"),
+    ],
 )
 def test_parameters(params: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match="loss_params: ") as raised:
@@ -228,7 +328,7 @@ def test_the_oracle_passes(name: str) -> None:
     function, detached = restated(name, params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = custom.check_gradient(function, detached=detached, n=300, raise_error=True)
+        report = custom.check_surrogate_gradient(function, detached=detached, n=300, raise_error=True)
     assert report.ok and report.n_compared > 500 and report.n_kinks < 50
 
 
@@ -244,43 +344,45 @@ def test_a_wrong_slope_is_found(which: int, sign: float) -> None:
             slopes[which] *= 1.001
         return -A * r + params[0] * logp**2, slopes[0], slopes[1]
 
-    report = custom.check_gradient(wrong, 0.5)
+    report = custom.check_surrogate_gradient(wrong, 0.5)
     assert not report.ok
     assert report.worst["slope"] == ("d/dlam", "d/dlogp")[which]
     assert report.worst["A"] * sign > 0
     with pytest.raises(
         ValueError, match=r"function: wrong has a slope that is not its value's: .* at lam=.*; correct it"
     ):
-        custom.check_gradient(wrong, 0.5, raise_error=True)
+        custom.check_surrogate_gradient(wrong, 0.5, raise_error=True)
 
 
 def test_nan_slopes_are_found() -> None:
-    report = custom.check_gradient(lambda lam, logp, old, A, p: (A * lam, A if lam < 3 else math.nan, 0.0), n=2000)
+    report = custom.check_surrogate_gradient(
+        lambda lam, logp, old, A, p: (A * lam, math.nan if 3 < lam < 10 else A, 0.0), n=2000
+    )
     assert report.max_error == math.inf
 
 
 def test_what_is_detached_needs_saying() -> None:
     params = (0.8, 1.2)
-    assert not custom.check_gradient(cispo, params).ok
-    assert custom.check_gradient(cispo, params, detached=cispo_detached).ok
+    assert not custom.check_surrogate_gradient(cispo, params).ok
+    assert custom.check_surrogate_gradient(cispo, params, detached=cispo_detached).ok
     with pytest.raises(ValueError, match=r"or pass detached="):
-        custom.check_gradient(cispo, params, raise_error=True)
+        custom.check_surrogate_gradient(cispo, params, raise_error=True)
     with pytest.raises(ValueError, match=r"detached: its value at lam=.* make it the same formula"):
-        custom.check_gradient(cispo, params, detached=lambda lam, logp, old, A, p, lam0, logp0: -A * logp)
+        custom.check_surrogate_gradient(cispo, params, detached=lambda lam, logp, old, A, p, lam0, logp0: -A * logp)
 
 
 def test_kinks_are_counted_and_a_value_of_nothing_else_is_refused() -> None:
     def steps(lam, logp, old_logp, A, params):  # type: ignore[no-untyped-def]
         return math.floor((lam + logp) / params[0]), 0.0, 0.0
 
-    report = custom.check_gradient(steps, 1e-4)
+    report = custom.check_surrogate_gradient(steps, 1e-4)
     assert report.ok and 0.1 < report.n_kinks / (report.n_kinks + report.n_compared) < 0.4
     with pytest.raises(ValueError, match="too many to compare; make the value a continuous function"):
-        custom.check_gradient(steps, 3e-5)
+        custom.check_surrogate_gradient(steps, 3e-5)
 
 
 def test_the_report_reads() -> None:
-    text = str(custom.check_gradient(clip, (0.8, 1.2)))
+    text = str(custom.check_surrogate_gradient(clip, (0.8, 1.2)))
     assert "slopes compared" in text and "largest error" in text
 
 

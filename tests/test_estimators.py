@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
 import grpo_fast as gf
-from grpo_fast import _backends, _numpy_tokens, conventions, tables
+from grpo_fast import _backends, _numpy_tokens, conventions, estimators, tables
 
 DDOF, EPS = 1, 1e-3
 
@@ -534,3 +535,36 @@ def test_token_kernels_equal_the_oracle(backend: str, dtype: Any) -> None:
         for module, out in ((kernels.token_affine, found), (_numpy_tokens.token_affine, expected)):
             module(v, mask, start, stop, 0.25, -3.0, out)
         np.testing.assert_allclose(found, expected, rtol=2e-7 if dtype == np.float32 else 1e-14)
+
+
+@pytest.mark.parametrize("level", [1e6, 1e12, -3e12])
+def test_whitening_far_from_zero(backend: str, level: float) -> None:
+    """The mean of values near 1e12 does not fit float64 well enough for a spread of 1."""
+    rng = np.random.default_rng(3)
+    values = level + np.round(rng.normal(0, 1, 999) * 1024) / 1024
+    lengths = np.array([400, 0, 599])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    got = values.copy()
+    kernels = _backends.get(backend)
+    estimators.whiten_tokens(kernels, got, estimators.Tokens(offsets[:-1], offsets[1:], None, 999), 1)
+    exact = [Fraction(v) for v in values.tolist()]
+    centre = sum(exact) / 999
+    deviations = [float(v - centre) for v in exact]
+    spread = math.sqrt(math.fsum(d * d for d in deviations) / 998 + 1e-8)
+    np.testing.assert_allclose(got, np.array(deviations) / spread, rtol=1e-11, atol=1e-14)
+
+
+def test_remax_beyond_float32(backend: str) -> None:
+    big = np.float32(3e38)
+    arguments: dict[str, Any] = {"estimator": "remax", "token_offsets": [0, 2, 4], "backend": backend}
+    rewards = np.array([0, big, big, big], np.float32)
+    got = gf.group_advantages(token_rewards=rewards, baseline_rewards=np.array([-big, big], np.float32), **arguments)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, np.array([np.finfo(np.float32).max] * 2 + [big, 0], np.float32))
+
+
+@pytest.mark.parametrize("last", [2**62, 2**63 - 1, 2**59])
+def test_offsets_beyond_any_array(backend: str, last: int) -> None:
+    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        with pytest.raises(ValueError, match=rf"^token_offsets: token_offsets\[1\]={last} is beyond any array"):
+            gf.group_advantages([1.0], group_ids=[0], estimator=name, token_offsets=[0, last], backend=backend)

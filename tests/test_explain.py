@@ -198,7 +198,7 @@ def test_a_method_of_choice() -> None:
 
 
 def test_what_is_not_known() -> None:
-    with pytest.raises(ValueError, match="convention: 'trtl' is not known; choose one of"):
+    with pytest.raises(ValueError, match=r"convention: 'trtl' is not known; did you mean 'trl'\? choose one of"):
         explain("trl", "trtl")
     with pytest.raises(ValueError, match=r"loss_type: verl 0\.9\.1 has no 'luspo'; it has"):
         explain("trl", "verl", loss_type="luspo")

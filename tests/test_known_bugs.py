@@ -894,3 +894,39 @@ def test_a_negative_completion_weight_turns_the_loss_and_not_the_clip(backend: s
     )
     assert turned.loss == pytest.approx(-plain.loss, rel=1e-6)
     np.testing.assert_allclose(turned.grad, -plain.grad, rtol=1e-6)
+
+
+def test_steps_of_a_completion_without_counted_tokens_may_be_nan(backend: str) -> None:
+    """Ours: the completion's own advantage could be, a step's could not."""
+    logp, mask, layout = (
+        np.array([-1.0, -2.0, -3.0, -4.0]),
+        [1, 1, 0, 0],
+        {"step_offsets": [0, 2, 3], "step_ends": [0, 1, 1]},
+    )
+    want = gf.grpo_loss(
+        logp, None, None, [1.0, -2.0, 0.0], [0, 2, 4], mask=mask, advantage_level="step", backend=backend, **layout
+    )
+    got = gf.grpo_loss(
+        logp, None, None, [1.0, -2.0, nan], [0, 2, 4], mask=mask, advantage_level="step", backend=backend, **layout
+    )
+    assert got.loss == want.loss
+    np.testing.assert_array_equal(got.grad, want.grad)
+    for wrong in (nan, inf):
+        with pytest.raises(ValueError, match=r"advantages: advantages\[1\]=(nan|inf) is not finite"):
+            gf.grpo_loss(
+                logp,
+                None,
+                None,
+                [1.0, wrong, nan],
+                [0, 2, 4],
+                mask=mask,
+                advantage_level="step",
+                backend=backend,
+                **layout,
+            )
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_compute_grad_is_true_or_false(wrong: Any, backend: str) -> None:
+    with pytest.raises(TypeError, match=f"^compute_grad: expected True or False, got {wrong!r}; "):
+        gf.grpo_loss([-1.0], None, None, [1.0], [0, 1], compute_grad=wrong, backend=backend)

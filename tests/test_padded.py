@@ -105,7 +105,9 @@ def test_gradient_goes_where_the_caller_says() -> None:
         (lambda x: gf.padded.grpo_loss(x, None, None, [1.0, 1.0], np.ones((2, 2))), ValueError, r"mask: expected shape \(2, 3\)"),
         (lambda x: gf.padded.grpo_loss(x, None, None, [1.0, 1.0], epsilno=0.1), TypeError, "unexpected keyword 'epsilno'"),
         (lambda x: gf.padded.grpo([[1.0], [2.0]], x, None, None), ValueError, r"rewards: expected shape \(2,\)"),
-        (lambda x: gf.padded.grpo_loss(x, None, None, [1.0, 1.0], grad_out=np.zeros(6)), ValueError, r"grad_out: expected a contiguous array"),
+        (lambda x: gf.padded.grpo_loss(x, None, None, [1.0, 1.0], grad_out=np.zeros(6)), ValueError, r"grad_out: expected an array of shape \(2, 3\), contiguous in C order, got shape \(6,\); "),
+        (lambda x: gf.padded.grpo_loss(x, None, None, [1.0, 1.0], grad_out=np.zeros((2, 3), order="F")), ValueError, r"grad_out: .*got one in Fortran order; pass"),
+        (lambda x: gf.padded.grpo_loss(x, None, None, [1.0, 1.0], grad_out=np.zeros((2, 6))[:, ::2]), ValueError, r"grad_out: .*got one with strides; pass"),
     ],
 )  # fmt: skip
 def test_refusals(call: Any, error: type[Exception], message: str) -> None:

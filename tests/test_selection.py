@@ -314,3 +314,14 @@ def test_a_choice_that_cannot_be(method: str, selected: Any, says: str, backend:
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
         gf.grpo_loss([-1.0, -2.0], [-1.0, -2.0], None, [1.0], [0, 2], **options)
+
+
+@pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
+def test_a_gradient_over_the_selection_is_refused(loss_type: str, backend: str) -> None:
+    memory = np.array([1, 0])
+    with pytest.raises(ValueError, match=r"^grad_out: it overlaps selected, which would be overwritten"):
+        gf.grpo_loss(
+            [-1.0, -2.0], [-1.0, -2.0], None, [1.0], [0, 2], loss_type=loss_type, selected=memory,
+            grad_out=memory.view(np.float64), backend=backend,
+        )  # fmt: skip
+    assert memory.tolist() == [1, 0]

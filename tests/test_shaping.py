@@ -368,3 +368,22 @@ def test_shape_rewards_refuses(arguments: dict[str, Any], sentence: str) -> None
     given_: dict[str, Any] = {"rewards": [1.0, 0.0], "terms": [[0.0, 1.0]], "group_offsets": [0, 2], **arguments}
     with pytest.raises(ValueError, match=re.escape(sentence)):
         gf.shape_rewards(**given_)
+
+
+@pytest.mark.parametrize("many", [2**63, 2**70, 10**400, 10**5000], ids=["2**63", "2**70", "10**400", "10**5000"])
+def test_lengths_that_no_array_has(many: int) -> None:
+    calls = {
+        "max_completion_len": lambda: gf.overlong_penalty([3], max_completion_len=many, soft_punish_cache=1),
+        "max_len": lambda: gf.cosine_length_reward([3], [True], max_len=many),
+        "ngram_size": lambda: gf.repetition_penalty([1, 1, 1], [0, 3], ngram_size=many),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{name}: expected an integer from 1 to \d+, got a larger one; "):
+            call()
+
+
+def test_the_largest_lengths() -> None:
+    most = 2**63 - 1
+    assert gf.overlong_penalty([3], max_completion_len=most, soft_punish_cache=most).tolist() == [-3 / most]
+    assert gf.cosine_length_reward([3], [True], max_len=most).tolist() == [1.0]
+    assert gf.repetition_penalty([1, 1, 1], [0, 3], ngram_size=most).tolist() == [0.0]

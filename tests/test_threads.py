@@ -11,6 +11,7 @@ import numpy as np
 import plans
 import pytest
 
+import grpo_fast as gf
 from grpo_fast import _backends, _threads
 from grpo_fast import _contract as c
 
@@ -159,6 +160,20 @@ def test_choose(monkeypatch: pytest.MonkeyPatch) -> None:
             _threads.choose(1, wrong)
     with pytest.raises(TypeError):
         _threads.choose(1, 1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("many", [2**31, 2**63, 10**30])
+def test_more_threads_than_there_can_be(many: int, backend: str) -> None:
+    logp, offsets = np.full(40_000, -1.0), np.arange(0, 40_001, 20_000)
+    got = gf.grpo_loss(logp, logp, None, [1.0, -1.0], offsets, n_threads=many, backend=backend)
+    assert got.loss == gf.grpo_loss(logp, logp, None, [1.0, -1.0], offsets, n_threads=1, backend=backend).loss
+
+
+def test_true_is_no_number_of_threads(backend: str) -> None:
+    with pytest.raises(TypeError, match="n_threads: expected a positive integer or -1, got True; "):
+        gf.grpo_loss([-1.0], None, None, [1.0], [0, 1], n_threads=True, backend=backend)
+    with pytest.raises(TypeError, match=r"^n: expected a positive integer or -1, got True; "):
+        gf.set_num_threads(True)
 
 
 def test_available_respects_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

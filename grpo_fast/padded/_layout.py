@@ -19,9 +19,22 @@ def flatten(name: str, values: npt.ArrayLike, shape: tuple[int, ...], other: str
 
 
 def flat_output(grad_out: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    if not isinstance(grad_out, np.ndarray) or grad_out.shape != shape or not grad_out.flags.c_contiguous:
-        got = f"shape {grad_out.shape}" if isinstance(grad_out, np.ndarray) else type(grad_out).__name__
-        raise ValueError(f"grad_out: expected a contiguous array of shape {shape}, got {got}; pass np.empty_like(logp)")
+    wrong = (
+        type(grad_out).__name__
+        if not isinstance(grad_out, np.ndarray)
+        else f"shape {grad_out.shape}"
+        if grad_out.shape != shape
+        else None
+        if grad_out.flags.c_contiguous
+        else "one in Fortran order"
+        if grad_out.flags.f_contiguous
+        else "one with strides"
+    )
+    if wrong is not None:
+        raise ValueError(
+            f"grad_out: expected an array of shape {shape}, contiguous in C order, got {wrong}; "
+            "pass np.empty_like(logp, order='C')"
+        )
     return grad_out.reshape(-1)
 
 

@@ -146,7 +146,16 @@ def _rejections(reject: Any, threshold: Any) -> dict[str, tuple[float, float]]:
 
 
 def _names(reject: Any) -> list[str]:
-    names = [part.strip() for part in reject.split(",")] if isinstance(reject, str) else list(reject)
+    if isinstance(reject, str):
+        names: list[Any] = [part.strip() for part in reject.split(",")]
+    else:
+        try:
+            names = list(reject)
+        except TypeError:
+            raise TypeError(
+                f"reject: expected a name or a list of names, got {reject!r}; pass one or several of "
+                f"{', '.join(map(repr, REJECTIONS))}"
+            ) from None
     return [one_of("reject", name, REJECTIONS) for name in names]
 
 
@@ -186,7 +195,7 @@ def _threshold(where: str, name: str, value: Any) -> tuple[float, float]:
     parts: list[Any]
     if isinstance(value, str):  # verl's own spelling, "0.5_2.0"
         try:
-            parts = [float(part) for part in value.split("_", 1)]
+            parts = [float(part) for part in value.split("_")]
         except ValueError:
             raise ValueError(f"{where}: {value!r} is no threshold; pass a number, or a pair as [0.5, 2.0]") from None
     else:

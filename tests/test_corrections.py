@@ -654,6 +654,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (importance_weights, {"reject": "token_k4", "reject_threshold": 1.0}, "reject: unknown 'token_k4'"),
     (importance_weights, {"reject": "seq_max_k1", "reject_threshold": 1.0}, "reject: unknown 'seq_max_k1'"),
     (importance_weights, {"reject": [], "reject_threshold": 1.0, **TRUNCATE}, "reject: no name"),
+    (importance_weights, {"reject": 5, "reject_threshold": 1.0}, "reject: expected a name or a list of names, got 5; "),
+    (importance_weights, {"reject": "token_k1", "reject_threshold": "1_2_3"}, "a pair of ratios, got 3 numbers; "),
     (importance_weights, {"reject": "token_k1"}, "reject_threshold: .*needs one"),
     (importance_weights, {**TRUNCATE, "reject_threshold": 2.0}, "reject_threshold: there is nothing"),
     (importance_weights, {"reject": ["token_k1"], "reject_threshold": [0.5, 1.0, 2.0]}, "pair of ratios is one entry"),

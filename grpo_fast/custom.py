@@ -34,19 +34,10 @@ _SHAPE = f"f({', '.join(ARGUMENTS)}) -> (value, d/dlam, d/dlogp)"
 _N_PARAMS = 4  # p0..p3 of a Plan
 
 #: (lam, logp, old_logp, A) at which every function is tried: on policy, off it both ways, near and far, either sign
-#: of A, and none.
-_TRIALS = tuple(
-    (lam, logp, logp - lam, A)
-    for (lam, logp), A in itertools.product(
-        [
-            (0.0, -0.5),
-            (0.7, -0.1),
-            (-1.2, -3.0),
-            *((far, min(far, 0.0) - 0.5) for k in (10.0, 100.0, 300.0) for far in (k, -k)),
-        ],
-        [1.5, -0.5, 0.0],
-    )
-)
+#: of A, and none. A log-probability of 0 is what the kernels have where a token is masked, too.
+_NEAR = ((0.0, -0.5), (0.0, 0.0), (0.7, -0.1), (-1.2, -3.0))
+_FAR = tuple((lam, min(lam, 0.0) - 0.5) for size in (10.0, 100.0, 300.0) for lam in (size, -size))
+_TRIALS = tuple((lam, logp, logp - lam, A) for (lam, logp), A in itertools.product(_NEAR + _FAR, [1.5, -0.5, 0.0]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

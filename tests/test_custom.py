@@ -198,6 +198,12 @@ def test_it_is_tried_far_off_policy() -> None:
             custom.prepare(far, bound)
 
 
+def test_it_is_tried_at_a_certain_token() -> None:
+    """As masked tokens look to it, which no error could name."""
+    with pytest.raises(ValueError, match=r"raises ValueError \(math domain error\) at lam=0, logp=0, "):
+        custom.prepare(lambda lam, logp, old_logp, A, params: (math.log(-logp), 0.0, 1 / logp))
+
+
 def test_parameters_that_are_read_must_be_given() -> None:
     sentence = "loss_params: clip reads params and none were given; pass up to four numbers"
     with pytest.raises(ValueError) as raised:

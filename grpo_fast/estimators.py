@@ -90,6 +90,8 @@ def resolve(
     ``given`` are the options, None where they are left out; ``arrays`` the names of the arrays that are there.
     """
     row_of_convention = look_up(convention)
+    if estimator is None and aggregation is None:
+        aggregation = advantage_options(convention, None).get("multi_objective_aggregation")
     name = _estimator(estimator, aggregation)
     row = ESTIMATORS[name]
     if row_of_convention is not None and name not in row_of_convention.estimators:

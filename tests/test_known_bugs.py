@@ -875,13 +875,15 @@ def test_a_common_offset_of_steps_changes_nothing(backend: str) -> None:
 
 
 def test_a_clamped_log_ratio_stops_the_gradient_of_a_sequence(backend: str) -> None:
-    """openrlhf#1293: log-ratios of 100 held at 10 give e^10, and no gradient."""
-    result = gf.grpo_loss(
-        [-0.5, -0.5], [-100.5, -100.5], None, [-1.0], [0, 2], importance_sampling_level="sequence_token",
-        log_ratio_clamp=10.0, backend=backend,
-    )  # fmt: skip
-    assert result.loss == pytest.approx(exp(10), rel=1e-12)
-    assert (result.grad == 0).all()
+    """openrlhf#1293: log-ratios of 100 held at 10 give e^10; no gradient passes the last clamp, as in verl's gspo.
+
+    One inside the mean is detached with it, as in tunix's gspo-token: every token has its own gradient.
+    """
+    level: dict[str, Any] = {"importance_sampling_level": "sequence_token", "backend": backend}
+    for option, grad in (("log_ratio_cap", 0.0), ("log_ratio_clamp", exp(10) / 2)):
+        result = gf.grpo_loss([-0.5, -0.5], [-100.5, -100.5], None, [-1.0], [0, 2], **{option: 10.0}, **level)
+        assert result.loss == pytest.approx(exp(10), rel=1e-12)
+        assert result.grad == pytest.approx([grad, grad], rel=1e-12)
 
 
 def test_a_negative_completion_weight_turns_the_loss_and_not_the_clip(backend: str) -> None:

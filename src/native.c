@@ -115,8 +115,11 @@ static void share(const Plan *plan, Shared *shared, const Reduced *sums)
     const double n = fmax(sums->count, 1);
     double lam = plan->reduce == REDUCE_MEAN ? sums->pre / n : sums->pre;
     if (plan->weight_use == USE_LOG_OFFSET) lam += sums->log_weight;
+    const double log_mean = sums->log_weight / n; /* NaN stays, and shows in the sums */
     if (plan->weight_use != USE_MULTIPLY)
-        shared->surrogate_weight = plan->weight_use == USE_GEOMETRIC_MEAN ? saturated_exp(sums->log_weight / n, plan->exp_bound) : 1;
+        shared->surrogate_weight = plan->weight_use != USE_GEOMETRIC_MEAN ? 1
+                                   : log_mean != log_mean                 ? log_mean
+                                                                          : saturated_exp(log_mean, plan->exp_bound);
     shared->lam = lam != lam ? lam : fmin(fmax(lam, plan->lam_lo), plan->lam_hi);
     shared->lam_slope = shared->lam == lam;
     shared->log_rho = sums->x / n;

@@ -163,7 +163,12 @@ def aggregations(method: str) -> list[dict[str, Any]]:
 
 
 def fit(options: dict[str, Any]) -> dict[str, Any]:
-    """Without a reference, nothing of the KL; and no denominators that only its aggregation had."""
+    """Without a reference, nothing of the KL; and no denominators that only its aggregation had.
+
+    vespo adds logarithms of token weights, of which no source has one per completion.
+    """
+    if options["loss_type"] == "vespo" and options.get("weight") == "completion":
+        options = {**options, "weight": "token"}
     if options.get("ref", True):
         return options
     options = {name: value for name, value in options.items() if name != "kl_empty_rows"}

@@ -315,7 +315,7 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
     def levelled(x: Any) -> Any:
         mean = (x.sum(1, keepdim=True) / each).expand(-1, width)
         return {"token": lambda: x, "sequence": lambda: mean,
-                "sequence_token": lambda: _straight_through(mean, x)}[level]()  # fmt: skip
+                "sequence_token": lambda: _straight_through(mean, plain)}[level]()  # fmt: skip  (what x is made of is detached)
 
     weighted = o.get("weight", "none") != "none"
     if surrogate == "log_clip":  # each log-ratio stops where it would push the objective up further

@@ -663,8 +663,8 @@ def restated_completion(
 ) -> complex:
     """One completion of the contract's L, of its counted tokens. Detached is what is made of ``frozen``:
 
-    the weight of cispo; at sequence_token the reduction, lam_t = stop_gradient(lam_i) + pre(x_t) -
-    stop_gradient(pre(x_t)), and rho likewise; RHO_RATIO_DETACHED; the value of a straight-through KL.
+    the weight of cispo; at sequence_token the reduction with pre in it, lam_t = stop_gradient(lam_i) + x_t -
+    stop_gradient(x_t), and rho likewise; RHO_RATIO_DETACHED; the value of a straight-through KL.
     """
     n = len(tokens)
     weights = [t["weight"] for t in tokens]
@@ -690,7 +690,8 @@ def restated_completion(
             lam = sum(reduced_over) / (n if plan.reduce == c.REDUCE_MEAN else 1)
             if plan.weight_use == c.USE_LOG_OFFSET:
                 lam += sum(min(max(math.log(w), plan.lam_lo), plan.lam_hi) for w in weights)
-            y = [lam + a - b for a, b in zip(y, y if plan.level == SEQUENCE else pres(frozen), strict=True)]
+            own = ratios(frozen) if plan.level == SEQUENCE else ratios(logp)
+            y = [lam + a - b for a, b in zip(own, ratios(frozen), strict=True)]
         return [zclip(complex(v), plan.lam_lo, plan.lam_hi) for v in y]
 
     def rhos(logp: list[Any]) -> list[complex]:

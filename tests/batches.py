@@ -204,7 +204,8 @@ def with_row(batch: Batch, row: int, seed: int) -> Batch:
     changed = {}
     for name in ("logp", "old_logp", "ref_logp", "token_advantages", "token_weight"):
         array = getattr(batch, name).copy()
-        array[part] = -rng.exponential(2.0, part.stop - part.start).astype(array.dtype)
+        sign = 1 if name == "token_weight" else -1
+        array[part] = sign * rng.exponential(2.0, part.stop - part.start).astype(array.dtype)
         changed[name] = array
     advantages = batch.advantages.copy()
     advantages[row] = rng.standard_normal()

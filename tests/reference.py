@@ -314,8 +314,9 @@ def evaluate(batch: Batch, options: dict[str, Any], *, terms: bool = False) -> O
 
     def levelled(x: Any) -> Any:
         mean = (x.sum(1, keepdim=True) / each).expand(-1, width)
-        return {"token": lambda: x, "sequence": lambda: mean,
-                "sequence_token": lambda: _straight_through(mean, plain)}[level]()  # fmt: skip  (what x is made of is detached)
+        return {"token": lambda: x, "sequence": lambda: mean, "sequence_token": lambda: _straight_through(mean, plain)}[
+            level
+        ]()  # fmt: skip  (what x is made of is detached)
 
     weighted = o.get("weight", "none") != "none"
     if surrogate == "log_clip":  # each log-ratio stops where it would push the objective up further
@@ -411,9 +412,11 @@ def selected(method: str, lam: Any, logp: Any, old: Any, adv: Any, mask: Any, o:
         return chosen
     with torch.no_grad():
         cov = torch.full(mask.shape, -np.inf, dtype=torch.float64)
-        cov[mask] = (adv[mask] - adv[mask].mean()) * (logp[mask] - logp[mask].mean())
+        own = adv[mask]  # equal advantages have a mean without rounding
+        cov[mask] = (own - own.mean().clamp(own.min(), own.max())) * (logp[mask] - logp[mask].mean())
     if method == "kl_cov":
-        best = torch.topk(cov.reshape(-1), min(max(int(n * o["kl_cov_ratio"]), 1), n)).indices
+        ranked = torch.sort(cov.reshape(-1), descending=True, stable=True).indices  # of equal ones the first
+        best = ranked[: min(max(int(n * o["kl_cov_ratio"]), 1), n)]
         chosen.view(-1)[best] = True
         return chosen
     r = _exp(lam.detach())

@@ -53,4 +53,4 @@ def test_first_command_prints_what_is_shown(tmp_path: Path) -> None:
 
 
 def test_second_command_is_the_test_command() -> None:
-    assert _commands()[1][0] == "pip install '.[test]' && pytest"
+    assert _commands()[1][0] == "pip install '.[test]' && pytest -n auto"

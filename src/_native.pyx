@@ -241,7 +241,8 @@ cdef void _run(int kind, const TokenCall *call, int n_threads):
             grpo_tokens(kind, call, n_threads)
 
 
-def token_gae(rewards, const double[::1] final, values, mask, start, stop, double gamma, double lam, out, int n_threads=1):
+def token_gae(rewards, const double[::1] final, values, mask, start, stop, double gamma, double lam, out,
+              int n_threads=1):
     """Generalised advantages of tokens; see ``grpo_fast._contract``."""
     cdef TokenCall call = _token_call(rewards, values, mask, start, stop)
     call.final, call.gamma, call.lam = _doubles(final), gamma, lam

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ORACLE, LOSSES, METHODS, TABLES = "_numpy.py", "losses.py", "methods.py", "tables.py"
-WEIGHTS, PADDED, GROUPS, ADVANTAGES = "weights.py", "padded.py", "groups.py", "advantages.py"
+WEIGHTS, PADDED, GROUPS, ADVANTAGES = "weights.py", "padded/_layout.py", "groups.py", "advantages.py"
 PROCESS, CHECKS, SELECTION, CONVENTIONS = "process.py", "_validate.py", "selection.py", "conventions.py"
 
 
@@ -127,12 +127,11 @@ MUTANTS = [
         ORACLE,
         (
             (
-                "            gradient = np.zeros(stop - start)\n            stats[i], gradient[counted] = "
-                "_completion(plan, _gather(batch, i, counted))",
-                "            gradient = np.zeros(stop - start)\n            every = _gather(batch, i, "
-                "np.ones(stop - start, np.bool_))\n"
+                "            stats[i], gradient[counted] = _completion(plan, _gather(batch, i, counted), "
+                "batch.weights[i], v)",
+                "            every = _gather(batch, i, np.ones(stop - start, np.bool_))\n"
                 "            stats[i], gradient[:] = _completion(plan, every._replace(A=every.A * counted, "
-                "non_finite=0))",
+                "non_finite=0), batch.weights[i], v)",
             ),
         ),
         (
@@ -186,7 +185,10 @@ MUTANTS = [
         "0 times inf",
         ORACLE,
         (
-            ("    return np.exp(np.clip(x, -bound, bound))\n", "    return np.exp(x)\n"),
+            (
+                "from ._numpy_mismatch import mismatch as mismatch\n",
+                "from ._numpy_mismatch import mismatch\n\n\ndef _exp(x, bound):\n    return np.exp(x)\n\n\n",
+            ),
             ("np.where(flows, -A * r, 0.0)", "-A * r * flows"),
         ),
         ("0 times inf above the clip", "an unbounded bad token"),
@@ -194,7 +196,7 @@ MUTANTS = [
     _mutant(
         "overflow",
         "exp is not held",
-        ORACLE,
+        "_numpy_base.py",
         "    return np.exp(np.clip(x, -bound, bound))\n",
         "    return np.exp(x)\n",
         "test_extreme_ratios_stay_finite[grpo-token-float64]",
@@ -203,8 +205,8 @@ MUTANTS = [
         "overflow",
         "the clamp of the log-ratio is forgotten",
         METHODS,
-        "        fields.update(pre=c.PRE_CLAMP, pre_lo=-clamp, pre_hi=clamp)\n",
-        "        _ = clamp\n",
+        "return {} if clamp is None else {",
+        "return {} if clamp is not None else {} if clamp is None else {",
         "a clamp is visible in a vanishing ratio",
     ),
     _mutant(
@@ -219,7 +221,7 @@ MUTANTS = [
     _mutant(
         "kl",
         "k3 by subtraction",
-        ORACLE,
+        "_numpy_base.py",
         "return np.where(np.abs(d) < 1, series, np.expm1(np.clip(d, -bound, bound)) - d)",
         "return np.exp(np.clip(d, -bound, bound)) - d - 1 + 0 * series",
         "test_k3_keeps_its_digits & 0.001",
@@ -277,8 +279,8 @@ MUTANTS = [
         "kl",
         "a sequence's ratio does not spread",
         ORACLE,
-        "_over_level(plan.rho_level, rho * k, c.REDUCE_MEAN)",
-        "rho * k",
+        "rho * dk + (rho * k).mean()",
+        "rho * dk + rho * k",
         "spreads each KL",
     ),
     _mutant(
@@ -1042,7 +1044,7 @@ MUTANTS = [
         "precedence",
         "any version will do",
         CONVENTIONS,
-        "if version and version != row.version:",
+        "if versioned and version != row.version:",
         "if False:",
         "test_names_and_versions[trl]",
         "test_names_and_versions[verl]",

@@ -175,7 +175,8 @@ def conventions() -> str:
         "aggregation**: "
         "`convention='verl'` alone is a token mean, with `loss_type='grpo'` it is the mean of GRPO's paper; pass "
         "`loss_agg_mode` for another. "
-        "*executed*: the framework's own functions gave the same numbers ([TRL and verl](parity.md), [others](parity_others.md)); *read*: its source was "
+        "*executed*: the framework's own functions gave the same numbers "
+        "([TRL and verl](parity.md), [others](parity_others.md)); *read*: its source was "
         "read. `gf.explain(a, b)` shows two of them side by side on a small batch."
     )
     summary = table(

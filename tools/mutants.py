@@ -1155,7 +1155,7 @@ def main(arguments: list[str]) -> int:
     collected = [test for test, outcome in healthy.items() if outcome == "PASSED"]
 
     survivors = 0
-    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) - 1, 1)) as pool:
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         for mutant, complaints in zip(chosen, pool.map(lambda m: _try(m, collected), chosen), strict=True):
             survivors += bool(complaints)
             print("caught  " if not complaints else "SURVIVED", f"{mutant.kind}: {mutant.name}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import _backends, _contract, _threads, selection
+from . import _backends, _contract, _threads, custom, selection
 from . import _validate as check
 from . import weights as _weights
 from ._contract import STATS, Batch, Double, Int, Plan, Real
@@ -270,8 +270,6 @@ def evaluate(
     """:func:`grpo_loss` on any ranges; ``logp`` is flat and checked, everything else as there."""
     function = None
     if callable(loss_type):
-        from . import custom  # needs numba
-
         function = custom.prepare(loss_type, options.get("loss_params"), backend)
         options = {**options, "loss_params": function.params}
         backend, loss_type = "numba", getattr(loss_type, "__name__", "function")

@@ -38,6 +38,12 @@ OPTIONS = frozenset(OPTION_BOUNDS) | {
     "kl_estimator", "kl_ratio_factor", "seed", "selected", "loss_params",
 }  # fmt: skip
 
+#: Options of each surrogate that have no default.
+_REQUIRED = {
+    key: [name for name, p in inspect.signature(row.bounds).parameters.items() if p.default is p.empty]
+    for key, row in SURROGATES.items()
+}
+
 #: Options of which an explicit one puts a convention's other one aside.
 _RIVALS = (("delta", "dual_clip"), ("loss_scale_factor", "max_completion_length"))
 
@@ -173,8 +179,8 @@ def _surrogate(loss_type: str, method: Method, given: _Given) -> dict[str, Any]:
     if given.fallback.get("cispo_bound") == "cap":
         given.drop(("epsilon",))
     taken = given.take(surrogate.options)
-    for name, parameter in inspect.signature(surrogate.bounds).parameters.items():
-        if parameter.default is parameter.empty and name not in taken:
+    for name in _REQUIRED[method.surrogate]:
+        if name not in taken:
             raise ValueError(f"{name}: loss_type={loss_type!r} has no default for it; pass one, such as {name}=0.1")
     bounds = surrogate.bounds(**taken)
     every = dict.fromkeys(name for row in SURROGATES.values() for name in row.options)

@@ -12,10 +12,11 @@ from ..losses import Ranges
 
 
 def flatten(name: str, values: npt.ArrayLike, shape: tuple[int, ...], other: str = "logp") -> npt.NDArray[Any]:
+    """One dimension, contiguous; another shape is refused by the name of what it must go with."""
     array = check.any_array(name, values)
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape} to go with {other}, got {array.shape}; reshape or slice it")
-    return array.reshape(-1)
+    return np.ascontiguousarray(array.reshape(-1))
 
 
 def flat_output(grad_out: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:

@@ -17,7 +17,7 @@ from ..diagnostics import POSITION_EDGES, diagnose
 from ..losses import Ranges
 from ..mismatch import Mask
 from ..off_policy import drifted, spiky
-from ._layout import row_ranges
+from ._layout import flatten, row_ranges
 
 
 def importance_weights(
@@ -75,7 +75,7 @@ def importance_weights(
     choice = resolve(options, convention, preset)
     array = check.token_matrix("old_logp", old_logp)
     ranges, flat_mask = _layout(mask, array.shape)
-    sampling = _flat("sampling_logp", sampling_logp, array.shape)
+    sampling = flatten("sampling_logp", sampling_logp, array.shape, "the log-probs")
     weight, keep, metrics = weigh(ranges, array.reshape(-1), sampling, choice, mask=flat_mask, backend=backend)
     if weight is not None:
         per_completion = CORRECTIONS[choice.mode or ""].per_completion
@@ -129,8 +129,8 @@ def off_policy_weights(
     weight = drifted(
         ranges,
         array.reshape(-1),
-        _flat("sampling_logp", sampling_logp, array.shape),
-        _flat("advantages", advantages, rows),
+        flatten("sampling_logp", sampling_logp, array.shape, "the log-probs"),
+        flatten("advantages", advantages, rows, "the log-probs"),
         threshold,
         advantage_level=advantage_level,
         mask=flat_mask,
@@ -229,7 +229,7 @@ def off_policy_metrics(
     return diagnose(
         ranges,
         array.reshape(-1),
-        _flat("sampling_logp", sampling_logp, array.shape),
+        flatten("sampling_logp", sampling_logp, array.shape, "the log-probs"),
         mask=flat_mask,
         tails=tails,
         position_edges=position_edges,
@@ -243,12 +243,5 @@ def _layout(
     mask: npt.ArrayLike | None, shape: tuple[int, ...], like: str = "the log-probs"
 ) -> tuple[Ranges, Mask | None]:
     """From the first to the last counted slot of every row, and the mask where there are holes between them."""
-    flat = None if mask is None else check.mask("mask", _flat("mask", mask, shape, like), int(np.prod(shape)))
+    flat = None if mask is None else check.mask("mask", flatten("mask", mask, shape, like), int(np.prod(shape)))
     return row_ranges(flat, shape)
-
-
-def _flat(name: str, values: npt.ArrayLike, shape: tuple[int, ...], like: str = "the log-probs") -> npt.NDArray[Any]:
-    array = check.any_array(name, values)
-    if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape} to go with {like}, got {array.shape}; reshape or slice it")
-    return array.reshape(-1)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from .. import _validate as check
 from ..reward_kl import LEVELS, AdaptiveKLController, FixedKLController, shape_ranges
-from ._layout import row_ranges
+from ._layout import flatten, row_ranges
 
 
 def kl_in_reward(
@@ -71,12 +70,12 @@ def kl_in_reward(
     array = check.any_array("rewards", rewards)
     if reward_level == "completion" and len(shape) == 2 and array.ndim == 2 and array.size == len(old):
         of_rewards = array.shape
-    flat_mask = None if mask is None else check.mask("mask", _flat("mask", mask, shape), old.size)
+    flat_mask = None if mask is None else check.mask("mask", flatten("mask", mask, shape, "old_logp"), old.size)
     ranges, flat_mask = row_ranges(flat_mask, shape)
     values, metrics = shape_ranges(
-        _flat("rewards", array, of_rewards),
+        flatten("rewards", array, of_rewards, "old_logp"),
         old.reshape(-1),
-        _flat("ref_logp", ref_logp, shape),
+        flatten("ref_logp", ref_logp, shape, "old_logp"),
         ranges,
         beta=beta,
         kl_estimator=kl_estimator,
@@ -91,10 +90,3 @@ def kl_in_reward(
         backend=backend,
     )
     return values.reshape(shape if level == "token" else of_rewards), metrics
-
-
-def _flat(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    array = np.ascontiguousarray(check.any_array(name, values))
-    if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape} to go with old_logp, got {array.shape}; reshape or slice it")
-    return array.reshape(-1)
